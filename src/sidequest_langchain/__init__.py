@@ -1,0 +1,66 @@
+"""A KV cache of the same shape as an agent's reasoning, for LangChain and LangGraph.
+
+Importing the package loads nothing else: each public name is fetched when it is first used,
+so that `import sidequest_langchain` stays free of torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from sidequest_langchain._version import __version__
+
+if TYPE_CHECKING:
+    from sidequest_langchain.chat.model import SideQuestChatModel
+    from sidequest_langchain.config import CacheConfig
+    from sidequest_langchain.graph import (
+        SideQuestCallbackHandler,
+        attach,
+        backtrack,
+        branch,
+        current_step,
+        keep_only,
+        prune,
+        session,
+    )
+
+_HOMES = {
+    "CacheConfig": "config",
+    "SideQuestCallbackHandler": "graph",
+    "SideQuestChatModel": "chat",
+    "attach": "graph",
+    "backtrack": "graph",
+    "branch": "graph",
+    "current_step": "graph",
+    "keep_only": "graph",
+    "prune": "graph",
+    "session": "graph",
+}
+
+__all__ = [
+    "CacheConfig",
+    "SideQuestCallbackHandler",
+    "SideQuestChatModel",
+    "__version__",
+    "attach",
+    "backtrack",
+    "branch",
+    "current_step",
+    "keep_only",
+    "prune",
+    "session",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

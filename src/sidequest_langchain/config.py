@@ -1,0 +1,57 @@
+"""Settings of the cache: one frozen object, checked when it is made.
+
+It must not know torch, a model or a graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sidequest_langchain.errors import ConfigError
+
+Isolation = Literal["thread", "tenant", "shared"]
+Retain = Literal["run", "thread"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """What may stay resident, for how long, and who may share it. All of it is exact.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    budget_tokens: int | None = None
+    """Rows that may stay resident; `None` is no limit in tokens."""
+    budget_bytes: int | None = None
+    """Bytes that may stay resident, counted at the storage; `None` is no limit in bytes.
+    Above a budget the least recently used segments are released, never one that a running
+    generation reads: the running requests themselves may exceed it."""
+    retain: Retain | None = None
+    """`"run"` releases a graph run's segments when it ends (unless it was interrupted),
+    `"thread"` keeps them until they are released; `None` is `"thread"` where the run has a
+    `thread_id`, and `"run"` where it has none."""
+    isolation: Isolation = "thread"
+    """Who may reuse whose prefix: calls of the same `thread_id`; of the same `tenant`
+    (`configurable={"sidequest_tenant": ...}`); or everyone (`"shared"`)."""
+    prefill_chunk: int | None = None
+    """Tokens of one prompt fed per engine step; `None` chooses by device."""
+    max_running: int = 64
+    """Requests that may decode at the same time; others wait in order."""
+
+    def __post_init__(self) -> None:
+        for name in ("budget_tokens", "budget_bytes", "prefill_chunk", "max_running"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                msg = f"{name} must be a whole number, found {value!r}"
+                raise ConfigError(msg)
+            if value is not None and value < 1:
+                msg = f"{name} must be at least 1, found {value}"
+                raise ConfigError(msg)
+        if self.isolation not in ("thread", "tenant", "shared"):
+            msg = f"isolation is 'thread', 'tenant' or 'shared', found {self.isolation!r}"
+            raise ConfigError(msg)
+        if self.retain not in (None, "run", "thread"):
+            msg = f"retain is 'run', 'thread' or None, found {self.retain!r}"
+            raise ConfigError(msg)

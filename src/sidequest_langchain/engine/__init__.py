@@ -1,0 +1,1 @@
+"""One Hugging Face model run over the tree of segments, by one thread."""

@@ -1,0 +1,146 @@
+"""The transformers seam, outer half: one causal model as a function from a step to logits.
+
+It must not know requests, sampling or labels.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sidequest_langchain.engine.architecture import (
+    check_architecture,
+    context_length,
+    n_layers,
+)
+from sidequest_langchain.engine.attention_hook import ACTIVE, PREFIX, Probe, register_over
+from sidequest_langchain.errors import UnsupportedModelError
+from sidequest_langchain.kv.layout import KVLayout, LayerShape
+from sidequest_langchain.kv.step_plan import Row, StepPlan
+
+_N_ADAPTERS: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
+"""Adapters open over each model: several engines may run one model, each over its own tree."""
+
+
+class ModelAdapter:
+    """A loaded model, run over a segment tree.
+
+    The model is not modified but for the name of its attention implementation; outside of
+    `forward` it computes what it did before, and `close` restores the name.
+
+    Raises:
+        UnsupportedModelError: See `check_architecture`; or a layer bypasses the attention
+            interface.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        check_architecture(model)
+        self.model = model.eval()
+        self.context_length = context_length(model.config)
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.device = model.get_input_embeddings().weight.device
+        self._own_attention = (model.config._attn_implementation or "eager").removeprefix(PREFIX)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        _N_ADAPTERS[model] = _N_ADAPTERS.get(model, 0) + 1
+        model.set_attn_implementation(register_over(self._own_attention))
+        try:
+            self.layout = self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a turn, by the model's configuration."""
+        found: set[int] = set()
+        for config in (self.model.config, self.model.generation_config):
+            ids = getattr(config, "eos_token_id", None)
+            found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+        return frozenset(found)
+
+    @torch.no_grad()
+    def forward(
+        self, rows: Sequence[Row], ids: Sequence[int], wanted: Sequence[int] | None = None
+    ) -> Tensor:
+        """Run one packed forward pass.
+
+        Writes the new K/V of stored rows behind the tips' rows (room must be reserved) and
+        counts nothing: whoever calls extends the tips when the pass went well.
+
+        Args:
+            rows: The rows of the batch, in order.
+            ids: Their new tokens, one row after another, `[T]`.
+            wanted: Indices of the rows whose logits are needed; `None` is all of them.
+
+        Returns:
+            fp32 logits of the wanted rows' last tokens, `[len(wanted), V]`.
+        """
+        plan = StepPlan(rows)
+        last = plan.last_tokens()
+        if wanted is not None:
+            last = [last[i] for i in wanted]
+        token = ACTIVE.set(plan)
+        try:
+            with torch.autocast(self.device.type, enabled=False):
+                return self._logits(ids, plan.positions(), last)
+        finally:
+            ACTIVE.reset(token)
+
+    @torch.no_grad()
+    def plain_logits(self, ids: Sequence[int]) -> Tensor:
+        """fp32 logits of the last token by the model as it is, without our attention, `[V]`."""
+        return self._logits(ids, list(range(len(ids))), [len(ids) - 1])[0]
+
+    def close(self) -> None:
+        """Give the model its own attention implementation back, with its last adapter gone."""
+        _N_ADAPTERS[self.model] -= 1
+        if _N_ADAPTERS[self.model] == 0:
+            self.model.set_attn_implementation(self._own_attention)
+
+    def _logits(self, ids: Sequence[int], positions: list[int], last: list[int]) -> Tensor:
+        inputs = torch.tensor([list(ids), positions], device=self.device)
+        wanted = torch.tensor(last, dtype=torch.long, device=self.device)
+        kwargs = {"logits_to_keep": wanted} if self._keeps_logits else {}
+        out = self.model(
+            input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False, **kwargs
+        )
+        logits: Tensor = out.logits[0]
+        if not self._keeps_logits:
+            logits = logits[wanted.to(logits.device)]
+        return logits.float()
+
+    def _probe(self) -> KVLayout:
+        """Learn every layer's K/V shape from one short plain pass."""
+        probe = Probe()
+        token = ACTIVE.set(probe)
+        try:
+            self.plain_logits([token % self.vocab_size for token in (1, 2, 3)])
+        finally:
+            ACTIVE.reset(token)
+        seen = [layer for layer, _, _ in probe.layers]
+        expected = n_layers(self.model.config)
+        if sorted(seen) != list(range(expected)):
+            name = type(self.model).__name__
+            msg = (
+                f"{name} cannot be served over a segment tree: {len(set(seen))} of its "
+                f"{expected} layers call the attention interface of transformers once per pass; "
+                "layers that bypass or share it keep state that the tree cannot see"
+            )
+            raise UnsupportedModelError(msg)
+        return tuple(_shape(k, v) for _, k, v in sorted(probe.layers, key=lambda call: call[0]))
+
+
+def _shape(k: Tensor, v: Tensor) -> LayerShape:
+    return LayerShape(
+        n_kv_heads=k.shape[1],
+        key_dim=k.shape[3],
+        value_dim=v.shape[3],
+        dtype=k.dtype,
+        device=k.device,
+    )
+

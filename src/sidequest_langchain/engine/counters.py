@@ -1,0 +1,23 @@
+"""Counters of what an engine did since it started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sidequest_langchain.engine.request import GenerationResult
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals over all finished requests; written by the engine's thread only."""
+
+    n_prompt_tokens: int = 0
+    n_reused_tokens: int = 0
+    n_generated_tokens: int = 0
+    n_steps: int = 0
+
+    def count(self, result: GenerationResult) -> None:
+        """Add one finished request."""
+        self.n_prompt_tokens += result.n_prompt_tokens
+        self.n_reused_tokens += result.n_reused_tokens
+        self.n_generated_tokens += result.n_generated_tokens

@@ -1,0 +1,153 @@
+"""What goes into the engine and what comes out: plain frozen facts, no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from sidequest_langchain.engine.constraint import Constraint
+from sidequest_langchain.errors import RequestError
+from sidequest_langchain.labels import StepLabel
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one sample is drawn. `temperature=0` is greedy.
+
+    Raises:
+        RequestError: A value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int | None = None
+    """Seed of this sample's own generator; batch-mates cannot change what it draws."""
+    max_tokens: int | None = None
+    """Most tokens to generate; `None` is up to the end of the context."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; the answer ends right before the earliest one."""
+    top_logprobs: int | None = None
+    """`None`: no log-probabilities. `k`: those of each token chosen, and of the best `k`."""
+    ignore_eos: bool = False
+    """Go on past the end-of-turn token: for benchmarks of a fixed length."""
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, what: str, found: object) -> None:  # noqa: FBT001
+            if not ok:
+                msg = f"{what}, found {found!r}"
+                raise RequestError(msg)
+
+        check(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            "temperature must be a finite number of at least 0",
+            self.temperature,
+        )
+        check(0 < self.top_p <= 1, "top_p must be above 0 and at most 1", self.top_p)
+        check(self.top_k is None or self.top_k >= 1, "top_k must be at least 1", self.top_k)
+        check(
+            self.max_tokens is None or self.max_tokens >= 1,
+            "max_tokens must be at least 1",
+            self.max_tokens,
+        )
+        check(
+            all(isinstance(s, str) and s for s in self.stop),
+            "stop must be strings that are not empty",
+            self.stop,
+        )
+        check(
+            self.top_logprobs is None or 0 <= self.top_logprobs <= 20,
+            "top_logprobs must be from 0 to 20",
+            self.top_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One sample to generate. `n` samples of a prompt are `n` requests: they share its KV."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    label: StepLabel
+    scope: str = ""
+    """Prefixes are reused inside one scope only."""
+    constraint: Constraint | None = None
+    """Restricts which token may come next (grammar, choice)."""
+    superseded: tuple[str, ...] = ()
+    """Call ids of earlier replies that this prompt holds in another rendering: what their
+    paths hold beyond the common prefix is released."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability of a chosen token, and of the best alternatives (before top-k/top-p,
+    after temperature 1)."""
+
+    token_id: int
+    token: str
+    raw: bytes
+    """The token's own bytes."""
+    logprob: float
+    top: tuple[tuple[int, str, bytes, float], ...] = ()
+    """(id, text, bytes, log-probability), best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult:
+    """One finished sample."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    """Every token generated, without the end-of-turn token."""
+    kept_ids: tuple[int, ...]
+    """The longest head of `token_ids` whose text is wholly inside `text`: what a later prompt
+    that holds this reply re-encodes it with."""
+    finish_reason: FinishReason
+    n_prompt_tokens: int
+    n_reused_tokens: int
+    """Tokens of the prompt whose K/V came from the tree."""
+    n_generated_tokens: int
+    """Tokens sampled, the end-of-turn token included."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    segment_id: int | None = None
+    """The tip of this call's path; `None` if nothing was stored."""
+    queue_s: float = 0.0
+    first_token_s: float = 0.0
+    """Seconds from submission to the first token."""
+    total_s: float = 0.0
+
+    @property
+    def n_prefilled_tokens(self) -> int:
+        """Tokens of the prompt that were computed: prompt = reused + prefilled."""
+        return self.n_prompt_tokens - self.n_reused_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """Text that can no longer change, and the log-probabilities that became known."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The last event of a request that went well."""
+
+    result: GenerationResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The last event of a request that did not; `error` is the original exception."""
+
+    error: BaseException = field(repr=True)
+
+
+Event: TypeAlias = TextDelta | Finished | Failed
+Sink: TypeAlias = Callable[[Event], None]
+"""Called in the engine's thread; must not block and must not raise."""

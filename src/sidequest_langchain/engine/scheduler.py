@@ -1,0 +1,95 @@
+"""Which requests run, and what each feeds in the next step: continuous batching.
+
+It must not run the model.
+
+Paper: Orca (OSDI 2022), §3.1, iteration-level scheduling; Sarathi, arXiv:2308.16369, §4.1,
+chunked prefill.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from sidequest_langchain.config import CacheConfig
+from sidequest_langchain.engine.sequence import Sequence
+from sidequest_langchain.kv.segment import n_common
+from sidequest_langchain.kv.tree import SegmentTree
+
+WORTH_WAITING = 16
+"""A request waits for another's prefill when that will spare it at least so many tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one sequence feeds in the next step."""
+
+    sequence: Sequence
+    tokens: list[int]
+    is_stored: bool
+
+    @property
+    def is_last(self) -> bool:
+        """Whether a token can be sampled after these."""
+        sequence = self.sequence
+        if not self.is_stored:
+            return True
+        return sequence.n_resident + len(self.tokens) >= sequence.n_prompt
+
+
+class Scheduler:
+    """The waiting and the running sequences. First come, first served."""
+
+    def __init__(self, tree: SegmentTree, config: CacheConfig, *, prefill_chunk: int) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._tree = tree
+        self._config = config
+        self._prefill_chunk = prefill_chunk
+
+    def admit(self) -> None:
+        """Let waiting sequences begin, each at the longest resident head of its prompt.
+
+        One whose prompt another is computing right now waits for it: the shared head of
+        simultaneous requests is computed once.
+        """
+        delayed: deque[Sequence] = deque()
+        while self.waiting and len(self.running) < self._config.max_running:
+            sequence = self.waiting.popleft()
+            if self._should_wait(sequence):
+                delayed.append(sequence)
+                continue
+            request = sequence.request
+            path = self._tree.begin(request.scope, request.prompt_ids, request.label)
+            if request.superseded:
+                self._tree.supersede(path, request.superseded)
+            sequence.admit(path)
+            self.running.append(sequence)
+        delayed.extend(self.waiting)
+        self.waiting = delayed
+
+    def _should_wait(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        busy = [s for s in self.running if s.is_prefilling and s.request.scope == request.scope]
+        if not busy:
+            return False
+        _, n_resident = self._tree.match(request.scope, request.prompt_ids)
+        ids = list(request.prompt_ids)
+        most = max(n_common(ids, s.request.prompt_ids) for s in busy)
+        return most >= n_resident + WORTH_WAITING
+
+    def plan(self) -> list[Share]:
+        """What every running sequence feeds next: decoding ones a token, prefills a chunk.
+
+        Prefills share one chunk a step, oldest first, so that those who decode are not held up.
+        """
+        room = self._prefill_chunk
+        shares = []
+        for sequence in self.running:
+            if sequence.is_prefilling and room <= 0:
+                continue
+            tokens, is_stored = sequence.next_tokens(max(room, 1))
+            if sequence.is_prefilling:
+                room -= len(tokens)
+            shares.append(Share(sequence=sequence, tokens=tokens, is_stored=is_stored))
+        return shares

@@ -1,0 +1,185 @@
+"""What users see of the cache: `model.kv`. Every act is a message to the engine's thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+
+from sidequest_langchain.engine.core import EngineCore
+from sidequest_langchain.kv.integrity import check_integrity
+from sidequest_langchain.kv.receipts import KVUsage, ReleaseReceipt, SegmentInfo
+from sidequest_langchain.kv.segment import Segment
+from sidequest_langchain.labels import PathSelector
+
+N_RECEIPTS = 1000
+"""Receipts kept; older ones are forgotten."""
+
+Observer = Callable[[ReleaseReceipt], None]
+
+
+class Pin:
+    """Keeps paths resident until `unpin`, or the end of a `with` block."""
+
+    def __init__(self, core: EngineCore, segments: list[Segment]) -> None:
+        self._core = core
+        self._segments = segments
+
+    def unpin(self) -> None:
+        """Let go; paths that were released meanwhile are freed now. Idempotent."""
+        segments, self._segments = self._segments, []
+
+        def unpin() -> None:
+            for segment in segments:
+                self._core.tree.unpin(segment)
+
+        self._core.call(unpin).result()
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.unpin()
+
+
+class KVSegments:
+    """The segments of one engine's tree: look, release, pin. All methods are thread-safe.
+
+    Each waits for the step that runs now, but for `post_release`, `receipts` and `serial`.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._receipts: deque[ReleaseReceipt] = deque(maxlen=N_RECEIPTS)
+        self._observers: list[Observer] = []
+        core.tree.on_release = self._note
+
+    def segments(self, thread_id: str | None = None) -> list[SegmentInfo]:
+        """The resident segments, parents first; with `thread_id`, those of its paths only."""
+
+        def look() -> list[SegmentInfo]:
+            tree = self._core.tree
+            chosen = set(tree.segments())
+            if thread_id is not None:
+                tips = [p.tip for p in tree.paths.values() if p.label.thread_id == thread_id]
+                chosen = {s for tip in tips for s in tip.path()}
+            return [_info(segment) for segment in tree.segments() if segment in chosen]
+
+        return self._core.call(look).result()
+
+    def usage(self) -> KVUsage:
+        """What is resident now, and the totals since the engine started."""
+
+        def look() -> KVUsage:
+            tree, counters = self._core.tree, self._core.counters
+            return KVUsage(
+                n_bytes=tree.n_bytes,
+                n_tokens=tree.n_tokens,
+                n_segments=sum(1 for _ in tree.segments()),
+                n_paths=len(tree.paths),
+                peak_bytes=tree.peak_bytes,
+                n_prompt_tokens=counters.n_prompt_tokens,
+                n_reused_tokens=counters.n_reused_tokens,
+                n_prefilled_tokens=counters.n_prompt_tokens - counters.n_reused_tokens,
+                n_generated_tokens=counters.n_generated_tokens,
+                n_released_bytes=tree.n_released_bytes,
+                n_steps=counters.n_steps,
+            )
+
+        return self._core.call(look).result()
+
+    def reset_peak(self) -> None:
+        """Begin to measure `peak_bytes` anew, from what is resident now."""
+
+        def reset() -> None:
+            self._core.tree.peak_bytes = self._core.tree.n_bytes
+
+        self._core.call(reset).result()
+
+    def release(
+        self, path: str, *, thread_id: str | None = None, reason: str = "released"
+    ) -> ReleaseReceipt:
+        """Free what only the paths named `path` need: a branch, task, namespace or message id.
+
+        Exact: if the prefix comes back it is recomputed. Idempotent; an unknown path is a no-op
+        whose receipt has `n_paths=0`. Paths in use are freed when their last reader leaves.
+        """
+        selector = PathSelector(path_id=path, thread_id=thread_id)
+        return self.post_release(selector, reason=reason, name=path).result()
+
+    def predict_release(self, path: str, *, thread_id: str | None = None) -> ReleaseReceipt:
+        """The receipt that `release(path)` would give now; changes nothing."""
+        selector = PathSelector(path_id=path, thread_id=thread_id)
+        tree = self._core.tree
+        return self._core.call(lambda: tree.predict_release(selector, name=path)).result()
+
+    def post_release(
+        self, selector: PathSelector, *, reason: str, name: str = ""
+    ) -> Future[ReleaseReceipt]:
+        """Ask for a release without waiting for it; takes effect at the next step boundary."""
+        tree = self._core.tree
+        return self._core.call(lambda: tree.release(selector, reason=reason, name=name))
+
+    def clear(self, thread_id: str | None = None) -> ReleaseReceipt:
+        """Release every path, or every path of one thread."""
+        selector = PathSelector(thread_id=thread_id)
+        return self.post_release(selector, reason="cleared", name=thread_id or "*").result()
+
+    def pin(self, path: str, *, thread_id: str | None = None) -> Pin:
+        """Keep the paths named `path` resident, against releases and the budget alike."""
+        selector = PathSelector(path_id=path, thread_id=thread_id)
+        tree = self._core.tree
+        pins = self._core.call(lambda: [tree.pin(p) for p in tree.select(selector)]).result()
+        return Pin(self._core, pins)
+
+    def receipts(self) -> tuple[ReleaseReceipt, ...]:
+        """The most recent releases, oldest first."""
+        return tuple(self._receipts)
+
+    @property
+    def serial(self) -> int:
+        """How many paths were begun so far; does not wait."""
+        return self._core.tree.serial
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Call `observer` with every receipt, in the engine's thread. Returns the undo."""
+        self._observers.append(observer)
+        return lambda: self._observers.remove(observer)
+
+    def check_integrity(self) -> None:
+        """Recount everything.
+
+        Raises:
+            CacheCorrupted: The books do not balance.
+        """
+        self._core.call(lambda: check_integrity(self._core.tree)).result()
+
+    def _note(self, receipt: ReleaseReceipt) -> None:
+        self._receipts.append(receipt)
+        for observer in tuple(self._observers):
+            observer(receipt)
+
+
+def _info(segment: Segment) -> SegmentInfo:
+    parent = segment.parent
+    stack, n_readers = [segment], 0
+    while stack:
+        at = stack.pop()
+        n_readers += at.n_pins + sum(1 for p in at.paths if p.is_running)
+        stack.extend(at.children)
+    return SegmentInfo(
+        segment_id=segment.segment_id,
+        parent_id=parent.segment_id if parent is not None and parent.parent is not None else None,
+        scope=segment.scope,
+        start=segment.start,
+        n_tokens=segment.n_rows,
+        n_bytes=segment.n_bytes,
+        n_readers=n_readers,
+        labels=tuple(p.label for p in sorted(segment.paths, key=lambda p: p.serial)),
+    )

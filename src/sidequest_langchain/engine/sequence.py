@@ -1,0 +1,179 @@
+"""One request while it is served: what was fed, what was generated, what to tell the caller."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from torch import Tensor
+
+from sidequest_langchain.engine.detokenizer import Detokenizer
+from sidequest_langchain.engine.request import (
+    Event,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    Sink,
+    TextDelta,
+    TokenLogprob,
+)
+from sidequest_langchain.engine.sampling import Sampler, logprob_of
+from sidequest_langchain.engine.tokenizer import ChatTokenizer
+from sidequest_langchain.kv.path import Path
+
+logger = logging.getLogger(__name__)
+
+
+class Sequence:
+    """A request's state; touched by the engine's thread only, but for `is_cancelled`.
+
+    The tokens of a sequence are its prompt and then what it generated; `n_resident` of them
+    have K/V in the tree. The last token sampled never has: it is fed in the next step.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sink: Sink,
+        tokenizer: ChatTokenizer,
+        *,
+        context_length: int,
+        eos_ids: frozenset[int],
+    ) -> None:
+        self.request = request
+        self.is_cancelled = False
+        self.is_over = False
+        self.path: Path | None = None
+        self.n_resident = 0
+        self.generated: list[int] = []
+        self._sink = sink
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._detokenizer = Detokenizer(tokenizer, request.sampling.stop)
+        self._sampler = Sampler(request.sampling)
+        self._logprobs: list[TokenLogprob] = []
+        self._n_sampled = 0
+        room = context_length - len(request.prompt_ids)
+        self._n_most = min(request.sampling.max_tokens or room, room)
+        self._begun = time.perf_counter()
+        self._admitted = self._first = self._begun
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether more than one token is left to feed before the next one can be sampled."""
+        return self.n_resident < self.n_prompt - 1
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing but the largest logit decides."""
+        return self._sampler.is_greedy and self.request.constraint is None
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the logits themselves are needed, not their largest alone."""
+        return not self.is_greedy or self.request.sampling.top_logprobs is not None
+
+    def admit(self, path: Path) -> None:
+        """Begin to be served over `path`."""
+        self.path = path
+        self.n_resident = path.n_reused
+        self._admitted = time.perf_counter()
+
+    def next_tokens(self, n_most: int) -> tuple[list[int], bool]:
+        """The tokens to feed in the next step, `n_most` at most, and whether to store them.
+
+        A prompt that is resident to its end feeds its last token again without storing it.
+        """
+        if self.n_resident < self.n_prompt:
+            end = min(self.n_prompt, self.n_resident + n_most)
+            return list(self.request.prompt_ids[self.n_resident : end]), True
+        if not self.generated:
+            return [self.request.prompt_ids[-1]], False
+        return [self.generated[-1]], True
+
+    def choose(self, logits: Tensor) -> int:
+        """Choose the next token from fp32 logits, `[V]`."""
+        constraint = self.request.constraint
+        if constraint is None:
+            return self._sampler.draw(logits)
+        token_id = self._sampler.draw(constraint.mask(logits))
+        constraint.accept(token_id)
+        return token_id
+
+    def take(self, token_id: int, logits: Tensor | None) -> FinishReason | None:
+        """Take a sampled token, tell the caller, and say whether the sequence is over."""
+        self._n_sampled += 1
+        if self._n_sampled == 1:
+            self._first = time.perf_counter()
+        if token_id in self._eos_ids and not self.request.sampling.ignore_eos:
+            self._tell(self._detokenizer.finish())
+            return "stop"
+        self.generated.append(token_id)
+        text = self._detokenizer.push(token_id)
+        n_top = self.request.sampling.top_logprobs
+        news: tuple[TokenLogprob, ...] = ()
+        if n_top is not None and logits is not None:
+            news = (self._logprob(logits, token_id, n_top),)
+            self._logprobs.extend(news)
+        reason = self._end()
+        if reason is not None and not self._detokenizer.is_stopped:
+            text += self._detokenizer.finish()
+        self._tell(text, news)
+        return reason
+
+    def kept_ids(self) -> tuple[int, ...]:
+        """The generated tokens that a later prompt can reuse: none reaches past a stop."""
+        return self._detokenizer.kept_ids()
+
+    def result(self, reason: FinishReason, segment_id: int | None) -> GenerationResult:
+        """The finished sample."""
+        assert self.path is not None  # noqa: S101
+        now = time.perf_counter()
+        return GenerationResult(
+            text=self._detokenizer.text,
+            token_ids=tuple(self.generated),
+            kept_ids=self.kept_ids(),
+            finish_reason=reason,
+            n_prompt_tokens=self.n_prompt,
+            n_reused_tokens=self.path.n_reused,
+            n_generated_tokens=self._n_sampled,
+            logprobs=tuple(self._logprobs),
+            segment_id=segment_id,
+            queue_s=self._admitted - self._begun,
+            first_token_s=self._first - self._begun,
+            total_s=now - self._begun,
+        )
+
+    def tell(self, event: Event) -> None:
+        """Hand an event to the caller; a sink that fails cancels its own request only."""
+        self.is_over = not isinstance(event, TextDelta)
+        try:
+            self._sink(event)
+        except Exception:
+            logger.debug("the caller of %s is gone", self.request.label.call_id, exc_info=True)
+            self.is_cancelled = True
+
+    def _end(self) -> FinishReason | None:
+        constraint = self.request.constraint
+        if self._detokenizer.is_stopped or (constraint is not None and constraint.is_done):
+            return "stop"
+        return "length" if len(self.generated) >= self._n_most else None
+
+    def _tell(self, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> None:
+        if text or logprobs:
+            self.tell(TextDelta(text=text, logprobs=logprobs))
+
+    def _logprob(self, logits: Tensor, token_id: int, n_top: int) -> TokenLogprob:
+        tokenizer = self._tokenizer
+        return logprob_of(
+            logits,
+            token_id,
+            n_top,
+            text_of=lambda i: tokenizer.decode([i], skip_special=False),
+            bytes_of=tokenizer.token_bytes,
+        )

@@ -1,0 +1,148 @@
+"""Puts events on LangChain's callback bus: other handlers' `on_custom_event`, `astream_events`.
+
+A handler is never given the callback manager of the run it observes. The manager becomes known
+when something runs *inside* a node (a model call, a tool, a subgraph, one of our helpers): then
+it is the `callbacks` of the running config. Until then events wait here, in order. It must not
+know what the events mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from langchain_core.callbacks import AsyncCallbackManager, BaseCallbackManager, CallbackManager
+
+from sidequest_langchain.graph.events import KVEvent
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 4096
+"""Events kept for a run in which nothing ever ran inside a node; the oldest go first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The run that an event is reported under."""
+
+    run_id: UUID
+    graph_run_id: UUID | None
+    """The graph whose node it is: handlers bound to a subgraph see that subgraph's events."""
+    tags: tuple[str, ...] = ()
+    metadata: dict[str, Any] | None = None
+
+
+class EventBus:
+    """Delivers the events of one root run, in order, each once, without ever waiting.
+
+    A synchronous graph's handlers are called where the event happens, or in whichever thread
+    is delivering already. An asynchronous graph's are called by a task on its event loop.
+    """
+
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+        self._on_error = on_error
+        self._loop = _running_loop()
+        self._managers: dict[UUID | None, BaseCallbackManager] = {}
+        self._first: BaseCallbackManager | None = None
+        self._waiting: deque[tuple[KVEvent, Origin]] = deque(maxlen=MAX_WAITING)
+        self._is_busy = threading.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    def knows(self, graph_run_id: UUID | None) -> bool:
+        """Whether the handlers of this graph are known already."""
+        return graph_run_id in self._managers
+
+    def capture(self, graph_run_id: UUID | None, manager: BaseCallbackManager) -> None:
+        """Learn the handlers of a graph from the config of something that runs in a node."""
+        self._managers[graph_run_id] = manager
+        self._first = self._first or manager
+
+    def put(self, event: KVEvent, origin: Origin) -> None:
+        """Queue an event; `flush` delivers it."""
+        if not self._is_closed:
+            self._waiting.append((event, origin))
+
+    def flush(self) -> None:
+        """Deliver what waits, if it is known to whom. Call it from a graph's thread."""
+        if self._first is None or not self._waiting:
+            return
+        if not isinstance(self._first, AsyncCallbackManager):
+            self._deliver()
+        elif self._loop is not None and _running_loop() is self._loop:
+            self._start_task()
+        else:
+            self.flush_soon()
+
+    def flush_soon(self) -> None:
+        """Deliver on the graph's event loop if it has one; else the next `flush` does."""
+        if self._first is None or self._loop is None or self._loop.is_closed():
+            return
+        if isinstance(self._first, AsyncCallbackManager):
+            self._loop.call_soon_threadsafe(self._start_task)
+
+    def close(self) -> None:
+        """The run has ended: its bus with it. What is not delivered yet is dropped."""
+        self.flush()
+        self._is_closed = True
+
+    def _deliver(self) -> None:
+        while self._waiting and self._is_busy.acquire(blocking=False):
+            try:
+                while self._waiting:
+                    event, origin = self._waiting.popleft()
+                    self._dispatch(event, origin)
+            finally:
+                self._is_busy.release()
+
+    def _dispatch(self, event: KVEvent, origin: Origin) -> None:
+        manager = self._manager(CallbackManager, origin)
+        try:
+            manager.on_custom_event(event.name, event.data, run_id=origin.run_id)
+        except Exception as error:  # noqa: BLE001 - a foreign handler's failure is not ours
+            self._on_error(error)
+
+    def _start_task(self) -> None:
+        if self._waiting:
+            task = asyncio.get_running_loop().create_task(self._adeliver())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _adeliver(self) -> None:
+        while self._waiting and self._is_busy.acquire(blocking=False):
+            try:
+                while self._waiting:
+                    event, origin = self._waiting.popleft()
+                    await self._adispatch(event, origin)
+            finally:
+                self._is_busy.release()
+
+    async def _adispatch(self, event: KVEvent, origin: Origin) -> None:
+        manager = self._manager(AsyncCallbackManager, origin)
+        try:
+            await manager.on_custom_event(event.name, event.data, run_id=origin.run_id)
+        except Exception as error:  # noqa: BLE001 - a foreign handler's failure is not ours
+            self._on_error(error)
+
+    def _manager(self, kind: type[Any], origin: Origin) -> Any:
+        known = self._managers.get(origin.graph_run_id) or self._first
+        heard = [] if known is None else known.inheritable_handlers
+        return kind(
+            handlers=[h for h in heard if not h.ignore_custom_event],
+            parent_run_id=origin.run_id,
+            tags=list(origin.tags),
+            metadata=dict(origin.metadata or {}),
+        )
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

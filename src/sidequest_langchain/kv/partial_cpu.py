@@ -1,0 +1,43 @@
+"""`Partial` through PyTorch's fused CPU kernel, which returns the log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sidequest_langchain.kv.partial import math_partial
+
+
+def cpu_partial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    is_causal: bool = False,
+    visible: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`Partial` by the fused kernel; what it cannot do goes to `math_partial`."""
+    if softcap is not None or k.shape[2] != v.shape[2]:
+        return math_partial(
+            q, k, v, scaling=scaling, is_causal=is_causal, visible=visible, softcap=softcap
+        )
+    n_heads, n_queries, dim = q.shape
+    n_kv = k.shape[0]
+    mask = None
+    blind = None
+    if visible is not None:
+        mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
+        blind = ~visible.any(-1)
+    if not is_causal and mask is None:
+        # The heads of a KV group are queries of one head: K and V are read once for them.
+        q = q.reshape(n_kv, n_heads // n_kv * n_queries, dim)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q[None], k[None], v[None], 0.0, is_causal, attn_mask=mask, scale=scaling
+    )
+    out = out[0].reshape(n_heads, n_queries, dim)
+    lse = lse[0].reshape(n_heads, n_queries)
+    if blind is not None:  # the kernel says 0 for a query that saw nothing
+        lse = lse.masked_fill(blind, float("-inf"))
+    return out, lse

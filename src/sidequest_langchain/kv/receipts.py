@@ -1,0 +1,68 @@
+"""What the tree tells the outside: plain frozen facts, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sidequest_langchain.labels import StepLabel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentInfo:
+    """One resident segment."""
+
+    segment_id: int
+    parent_id: int | None
+    """`None` for a segment that starts a path."""
+    scope: str
+    start: int
+    """Position of its first token."""
+    n_tokens: int
+    n_bytes: int
+    """Bytes of its storage, capacity included."""
+    n_readers: int
+    """Running generations that pin it, its descendants' included."""
+    labels: tuple[StepLabel, ...]
+    """The paths whose tip it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVUsage:
+    """What is resident, and the counters since the engine started."""
+
+    n_bytes: int
+    n_tokens: int
+    n_segments: int
+    n_paths: int
+    peak_bytes: int
+    """Most bytes resident at once since the start or the last `reset_peak()`."""
+    n_prompt_tokens: int
+    n_reused_tokens: int
+    n_prefilled_tokens: int
+    n_generated_tokens: int
+    n_released_bytes: int
+    n_steps: int
+    """Forward passes run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseReceipt:
+    """What one release did. Exact: the text is the truth, a later use recomputes it."""
+
+    path: str
+    """What was asked to be released."""
+    reason: str
+    freed_bytes: int
+    freed_tokens: int
+    segments: tuple[int, ...]
+    """Ids of the segments freed."""
+    n_paths: int
+    """Paths that answered to `path`; 0 says that nothing was known by that name."""
+    n_deferred: int
+    """Paths still read by a running generation; they go when it ends."""
+    exact: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """The receipt as JSON-ready values."""
+        return asdict(self)

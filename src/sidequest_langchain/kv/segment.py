@@ -1,0 +1,186 @@
+"""One segment: tokens computed in one visit of a graph node, and the K/V it owns.
+
+It knows its neighbours in the tree but decides nothing; `tree` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sidequest_langchain.kv.layout import KVLayout
+    from sidequest_langchain.kv.path import Path
+
+GROWTH_ROWS = 32
+"""An open segment grows by at least this many rows, so that decoding seldom copies."""
+
+
+class Segment:
+    """Tokens with their K/V, as a node of the tree.
+
+    The storage is the segment's own: no tensor of another segment is a view of it, so that
+    freeing it frees the bytes. `len(token_ids) == n_rows` at all times outside of a step.
+
+        rows      0 ........ n_rows ........ capacity
+                  |  K/V     |  room to grow |
+        position  start      start + n_rows
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "capacity",
+        "children",
+        "is_open",
+        "keys",
+        "last_used",
+        "n_pins",
+        "parent",
+        "paths",
+        "scope",
+        "segment_id",
+        "start",
+        "token_ids",
+        "values",
+    )
+
+    def __init__(self, segment_id: int, scope: str, parent: Segment | None, layout: KVLayout) -> None:
+        self.segment_id = segment_id
+        self.scope = scope
+        self.parent = parent
+        self.children: list[Segment] = []
+        self.start = 0 if parent is None else parent.end
+        self.token_ids: list[int] = []
+        self.capacity = 0
+        self.is_open = False
+        self.n_pins = 0
+        self.last_used = 0
+        self.paths: set[Path] = set()
+        self.keys = [_rows(s.n_kv_heads, 0, s.key_dim, s.dtype, s.device) for s in layout]
+        self.values = [_rows(s.n_kv_heads, 0, s.value_dim, s.dtype, s.device) for s in layout]
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of K/V that are valid."""
+        return len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its storage, room to grow included."""
+        tensors = (*self.keys, *self.values)
+        return sum(t.untyped_storage().nbytes() for t in tensors)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything stands on it: a child, a path's tip, a pin or a running request."""
+        return bool(self.children or self.paths or self.n_pins or self.is_open)
+
+    def path(self) -> list[Segment]:
+        """The segments with rows from the first to this one; the root holds none."""
+        segments = []
+        segment: Segment | None = self
+        while segment is not None:
+            if segment.n_rows or segment is self:
+                segments.append(segment)
+            segment = segment.parent
+        segments.reverse()
+        return segments
+
+    def reserve(self, n_more: int) -> int:
+        """Make room for `n_more` rows; existing rows are copied when the storage must grow.
+
+        Returns:
+            Bytes by which the storage grew.
+        """
+        capacity = self.capacity_for(n_more)
+        return self._resize(capacity) if capacity > self.capacity else 0
+
+    def capacity_for(self, n_more: int) -> int:
+        """Rows that the storage will hold once `n_more` rows are reserved."""
+        needed = self.n_rows + n_more
+        if needed <= self.capacity:
+            return self.capacity
+        # Room for decoding comes with a decoded row; a prefill chunk takes what it needs.
+        room = max(GROWTH_ROWS, needed // 8) if n_more == 1 else n_more
+        return self.n_rows + room
+
+    def fit(self) -> int:
+        """Give back the room to grow. Returns the (negative or zero) change in bytes."""
+        if self.capacity == self.n_rows:
+            return 0
+        return self._resize(self.n_rows)
+
+    def crop(self, n_rows: int) -> int:
+        """Keep the first `n_rows` rows only; exact. Returns the change in bytes."""
+        del self.token_ids[n_rows:]
+        return self.fit()
+
+    def drop_head(self, n_rows: int) -> int:
+        """Forget the first `n_rows` rows, which another segment holds now; exact.
+
+        Returns:
+            The change in bytes.
+        """
+        before = self.n_bytes
+        for tensors in (self.keys, self.values):
+            for layer, tensor in enumerate(tensors):
+                rows = tensor[:, n_rows : self.n_rows]
+                tensors[layer] = rows.clone(memory_format=torch.contiguous_format)
+        del self.token_ids[:n_rows]
+        self.start += n_rows
+        self.capacity = self.n_rows
+        return self.n_bytes - before
+
+    def copy_head(self, source: Segment, n_rows: int) -> int:
+        """Take copies of the first `n_rows` rows of `source`. Returns the bytes taken."""
+        for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
+            for layer, tensor in enumerate(theirs):
+                mine[layer] = tensor[:, :n_rows].clone(memory_format=torch.contiguous_format)
+        self.token_ids = source.token_ids[:n_rows]
+        self.capacity = n_rows
+        return self.n_bytes
+
+    def free(self) -> int:
+        """Let go of the storage, whoever may still hold this object. Returns the bytes freed."""
+        n_bytes = self.n_bytes
+        self.keys, self.values = [], []
+        self.capacity = 0
+        return n_bytes
+
+    def _resize(self, capacity: int) -> int:
+        before = self.n_bytes
+        n_rows = self.n_rows
+        for tensors in (self.keys, self.values):
+            # One layer at a time, so that the old and the new storage never coexist whole.
+            for layer, old in enumerate(tensors):
+                new = _rows(old.shape[0], capacity, old.shape[2], old.dtype, old.device)
+                new[:, :n_rows] = old[:, :n_rows]
+                tensors[layer] = new
+        self.capacity = capacity
+        return self.n_bytes - before
+
+
+def _rows(
+    n_heads: int, n_rows: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty((n_heads, n_rows, dim), dtype=dtype, device=device)
+
+
+def n_common(mine: list[int], theirs: list[int] | tuple[int, ...], offset: int = 0) -> int:
+    """Length of the common head of `mine` and `theirs[offset:]`."""
+    most = min(len(mine), len(theirs) - offset)
+    block = 512  # comparing slices runs in C; only the block that differs is walked
+    for at in range(0, most, block):
+        end = min(at + block, most)
+        if list(theirs[offset + at : offset + end]) != mine[at:end]:
+            for i in range(at, end):
+                if mine[i] != theirs[offset + i]:
+                    return i
+    return max(most, 0)

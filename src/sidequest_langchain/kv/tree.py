@@ -1,0 +1,362 @@
+"""The tree of segments: match, begin, extend, commit, discard, release, pin, sweep.
+
+One radix tree by token ids for each scope. It must not know a model, a graph or a thread:
+one owner calls it, from one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from sidequest_langchain.kv.allocator import return_to_system
+from sidequest_langchain.kv.layout import KVLayout, bytes_per_token
+from sidequest_langchain.kv.path import Path
+from sidequest_langchain.kv.receipts import ReleaseReceipt
+from sidequest_langchain.kv.segment import Segment, n_common
+from sidequest_langchain.labels import PathSelector, StepLabel
+
+
+class SegmentTree:
+    """Every resident segment and every labelled path, with the bytes they hold."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        self.bytes_per_token = bytes_per_token(layout)
+        self.n_bytes = 0
+        """Bytes resident now: the sum of all live storages, kept up by every change."""
+        self.peak_bytes = 0
+        self.n_tokens = 0
+        self.n_released_bytes = 0
+        self.serial = 0
+        """Paths begun so far."""
+        self.paths: dict[int, Path] = {}
+        self.on_release: Callable[[ReleaseReceipt], None] = lambda receipt: None
+        """Told of every release, the deferred ones when they come to pass."""
+        self._roots: dict[str, Segment] = {}
+        self._clock = 0
+        self._n_segments_made = 0
+
+    # -- looking -------------------------------------------------------------------------
+
+    def segments(self) -> Iterator[Segment]:
+        """Every resident segment, parents first; the roots, which hold nothing, are left out."""
+        stack = list(self._roots.values())
+        while stack:
+            segment = stack.pop()
+            if segment.parent is not None:
+                yield segment
+            stack.extend(segment.children)
+
+    def match(self, scope: str, ids: Sequence[int]) -> tuple[Segment | None, int]:
+        """Find the longest resident head of `ids`; changes nothing.
+
+        Returns:
+            The segment in which it ends (`None`: nothing matched) and its length in tokens.
+            Equality of ids decides, never a hash.
+        """
+        segment, n = self._roots.get(scope), 0
+        found: Segment | None = None
+        ids = tuple(ids)
+        while segment is not None and n < len(ids):
+            step, longest = None, 0
+            for child in segment.children:
+                n_same = n_common(child.token_ids, ids, n)
+                if n_same > longest:
+                    step, longest = child, n_same
+            if step is None:
+                break
+            found, n = step, n + longest
+            segment = step if longest == step.n_rows else None
+        return found, n
+
+    # -- the life of a path --------------------------------------------------------------
+
+    def begin(self, scope: str, ids: Sequence[int], label: StepLabel) -> Path:
+        """Start a path at the longest resident head of `ids`.
+
+        A segment is split where `ids` leaves it. The path gets an open tip of its own, empty,
+        which pins all that it stands on until `commit` or `discard`. Exact.
+        """
+        found, n_reused = self.match(scope, ids)
+        parent = self._root(scope) if found is None else self._cut(found, n_reused - found.start)
+        tip = self._new_segment(scope, parent)
+        tip.is_open = True
+        path = Path(label, self.serial, tip, n_reused)
+        self.serial += 1
+        self.paths[path.serial] = path
+        tip.paths.add(path)
+        return path
+
+    def reserve(self, path: Path, n_more: int) -> None:
+        """Make room for `n_more` rows in the tip."""
+        self._account(path.tip.reserve(n_more))
+
+    def extend(self, path: Path, ids: Sequence[int]) -> None:
+        """Count rows that a forward pass has written into the tip of every layer."""
+        path.tip.token_ids.extend(ids)
+        self.n_tokens += len(ids)
+
+    def crop(self, path: Path, n_rows: int) -> None:
+        """Keep the first `n_rows` rows of a running path's tip; exact."""
+        self.n_tokens -= path.tip.n_rows - n_rows
+        self._account(path.tip.crop(n_rows))
+
+    def commit(self, path: Path) -> None:
+        """Close the tip of a path that ended well.
+
+        Room to grow is given back; rows that a sibling holds already are dropped in favour of
+        the sibling's. A path that was released meanwhile goes at once.
+        """
+        tip = path.tip
+        tip.is_open = False
+        path.is_running = False
+        self._share(path)
+        if path.tip is tip:
+            self._account(tip.fit())
+        self._touch(path.tip)
+        if path.is_released:
+            self._let_go([path], path.label.path_id, "released while running")
+        elif path.tip.parent is None:
+            self._forget(path)
+
+    def discard(self, path: Path) -> None:
+        """Undo a path that failed or was cancelled: what it stored is gone, exactly."""
+        path.is_running = False
+        path.tip.is_open = False
+        self._forget(path)
+        return_to_system(self._free_unneeded(path.tip, []))
+
+    # -- letting go ----------------------------------------------------------------------
+
+    def select(self, selector: PathSelector) -> list[Path]:
+        """The paths a selector means, oldest first."""
+        return [p for p in self.paths.values() if selector.selects(p.label, p.serial)]
+
+    def release(self, selector: PathSelector, *, reason: str, name: str = "") -> ReleaseReceipt:
+        """Drop the claims of the selected paths and free what no other path, child or pin needs.
+
+        Exact: a later use recomputes what is gone. Idempotent. A path that a running
+        generation reads, or that is pinned, is only marked and goes when the reader leaves.
+        """
+        named = name or selector.path_id or selector.checkpoint_ns or selector.thread_id or "*"
+        return self._let_go(self.select(selector), named, reason)
+
+    def predict_release(self, selector: PathSelector, *, name: str = "") -> ReleaseReceipt:
+        """The receipt that `release` would give; changes nothing."""
+        chosen = self.select(selector)
+        free = {p for p in chosen if not self._is_held(p)}
+        gone: set[Segment] = set()
+        for segment in sorted({p.tip for p in free}, key=lambda s: s.start, reverse=True):
+            at: Segment | None = segment
+            while at is not None and at.parent is not None and self._would_go(at, free, gone):
+                gone.add(at)
+                at = at.parent
+        return ReleaseReceipt(
+            path=name or selector.path_id or "*",
+            reason="prediction",
+            freed_bytes=sum(s.n_bytes for s in gone),
+            freed_tokens=sum(s.n_rows for s in gone),
+            segments=tuple(sorted(s.segment_id for s in gone)),
+            n_paths=len(chosen),
+            n_deferred=len(chosen) - len(free),
+        )
+
+    def supersede(self, path: Path, call_ids: Iterable[str]) -> None:
+        """Free what earlier calls hold beyond their common prefix with `path`.
+
+        For replies that the new prompt holds in another rendering (a think block stripped):
+        the old rendering is not coming back. Branches of other calls stay.
+        """
+        wanted = set(call_ids)
+        kept = set(path.tip.path()) | {path.tip}
+        freed = 0
+        for old in [p for p in self.paths.values() if p.label.call_id in wanted]:
+            while old.tip.parent is not None and old.tip not in kept and not self._is_held(old):
+                freed += self._step_back(old)
+        return_to_system(freed)
+
+    def sweep(self, is_over: Callable[[], bool]) -> int:
+        """Free the least recently used leaves while `is_over()`. Returns the bytes freed.
+
+        Never one that a running request, a pin or a child stands on. Exact.
+        """
+        freed = 0
+        while is_over():
+            leaves = [s for s in self.segments() if not (s.children or s.is_open or s.n_pins)]
+            if not leaves:
+                break
+            oldest = min(leaves, key=lambda s: s.last_used)
+            if not oldest.paths:
+                freed += self._free_unneeded(oldest, [])
+            for path in list(oldest.paths):
+                freed += self._step_back(path)
+        return_to_system(freed)
+        return freed
+
+    def pin(self, path: Path) -> Segment:
+        """Keep a path's segments, whatever is released, until `unpin` of what is returned."""
+        path.tip.n_pins += 1
+        return path.tip
+
+    def unpin(self, segment: Segment) -> None:
+        """Take one pin off; paths released meanwhile go now."""
+        segment.n_pins -= 1
+        if segment.n_pins:
+            return
+        late = [p for p in segment.paths if p.is_released and not p.is_running]
+        if late:
+            self._let_go(late, late[0].label.path_id, "released while pinned")
+        else:
+            return_to_system(self._free_unneeded(segment, []))
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _root(self, scope: str) -> Segment:
+        if scope not in self._roots:
+            self._roots[scope] = Segment(0, scope, None, ())
+        return self._roots[scope]
+
+    def _new_segment(self, scope: str, parent: Segment) -> Segment:
+        self._n_segments_made += 1
+        segment = Segment(self._n_segments_made, scope, parent, self.layout)
+        parent.children.append(segment)
+        self._touch(segment)
+        return segment
+
+    def _touch(self, segment: Segment) -> None:
+        self._clock += 1
+        at: Segment | None = segment
+        while at is not None:
+            at.last_used = self._clock
+            at = at.parent
+
+    def _account(self, change: int) -> None:
+        self.n_bytes += change
+        self.peak_bytes = max(self.peak_bytes, self.n_bytes)
+
+    def _cut(self, segment: Segment, n_head: int) -> Segment:
+        """Make a segment end after `n_head` rows and return what ends there.
+
+        The tail keeps its identity, so that a running request's tip stays its tip; an open
+        segment is cut even at its very end, since it will grow there.
+        """
+        if n_head == segment.n_rows and not segment.is_open:
+            return segment
+        parent = segment.parent
+        assert parent is not None  # noqa: S101 - roots hold no rows
+        head = self._new_segment(segment.scope, parent)
+        parent.children.remove(segment)
+        segment.parent = head
+        head.children.append(segment)
+        head.last_used = segment.last_used
+        self._account(head.copy_head(segment, n_head))
+        self._account(segment.drop_head(n_head))
+        return head
+
+    def _share(self, path: Path) -> None:
+        """Let a closed tip stand on rows that siblings hold already; its own copies go."""
+        tip = path.tip
+        while tip.n_rows and tip.parent is not None:
+            twin, n_same = None, 0
+            for sibling in tip.parent.children:
+                n = 0 if sibling is tip else n_common(sibling.token_ids, tip.token_ids)
+                if n > n_same:
+                    twin, n_same = sibling, n
+            if twin is None:
+                return
+            self._move_under(tip, self._cut(twin, n_same))
+            self._drop_head(tip, n_same)
+        self._retire_empty(path)
+
+    def _move_under(self, segment: Segment, parent: Segment) -> None:
+        assert segment.parent is not None  # noqa: S101
+        segment.parent.children.remove(segment)
+        parent.children.append(segment)
+        segment.parent = parent
+
+    def _drop_head(self, segment: Segment, n_rows: int) -> None:
+        self.n_tokens -= n_rows
+        self._account(segment.drop_head(n_rows))
+
+    def _retire_empty(self, path: Path) -> None:
+        """A tip without rows is no segment: the path ends in its parent instead."""
+        tip = path.tip
+        if tip.n_rows or tip.parent is None or tip.children or tip.n_pins:
+            return
+        parent = tip.parent
+        for p in list(tip.paths):
+            p.tip = parent
+            parent.paths.add(p)
+        tip.paths.clear()
+        self._remove(tip)
+
+    def _is_held(self, path: Path) -> bool:
+        return path.is_running or path.tip.n_pins > 0
+
+    def _let_go(self, paths: Sequence[Path], name: str, reason: str) -> ReleaseReceipt:
+        gone: list[Segment] = []
+        n_tokens = self.n_tokens
+        freed = n_deferred = 0
+        for path in paths:
+            if self._is_held(path):
+                path.is_released = True
+                n_deferred += 1
+                continue
+            self._forget(path)
+            freed += self._free_unneeded(path.tip, gone)
+        self.n_released_bytes += freed
+        receipt = ReleaseReceipt(
+            path=name,
+            reason=reason,
+            freed_bytes=freed,
+            freed_tokens=n_tokens - self.n_tokens,
+            segments=tuple(sorted(s.segment_id for s in gone)),
+            n_paths=len(paths),
+            n_deferred=n_deferred,
+        )
+        return_to_system(freed)
+        self.on_release(receipt)
+        return receipt
+
+    def _step_back(self, path: Path) -> int:
+        """Move a path's tip to its parent; free the old tip if nobody else needs it."""
+        tip = path.tip
+        parent = tip.parent
+        assert parent is not None  # noqa: S101
+        tip.paths.discard(path)
+        if parent.parent is None:
+            self.paths.pop(path.serial, None)
+        else:
+            path.tip = parent
+            parent.paths.add(path)
+        return self._free_unneeded(tip, [])
+
+    def _forget(self, path: Path) -> None:
+        self.paths.pop(path.serial, None)
+        path.tip.paths.discard(path)
+
+    def _free_unneeded(self, segment: Segment, gone: list[Segment]) -> int:
+        """Free a segment and then its ancestors, as far up as nobody needs them."""
+        freed = 0
+        at = segment
+        while at.parent is not None and not at.is_needed:
+            parent = at.parent
+            freed += self._remove(at)
+            gone.append(at)
+            at = parent
+        if at.parent is None and not at.children:
+            self._roots.pop(at.scope, None)
+        return freed
+
+    def _remove(self, segment: Segment) -> int:
+        assert segment.parent is not None  # noqa: S101
+        segment.parent.children.remove(segment)
+        self.n_tokens -= segment.n_rows
+        freed = segment.free()
+        self.n_bytes -= freed
+        return freed
+
+    def _would_go(self, segment: Segment, free: set[Path], gone: set[Segment]) -> bool:
+        held = segment.n_pins or segment.is_open or not segment.paths <= free
+        return not held and all(child in gone for child in segment.children)
+

@@ -1,0 +1,1 @@
+"""What the tests stand on: tiny models, tokenizers, templates, oracles and forced replies."""
