@@ -10,9 +10,15 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+# Read when huggingface_hub is imported: a test that would go to the network fails at once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("LANGSMITH_TRACING", "false")
+
 import pytest
 import torch
 
+from tests.support.real import load_real
 from tests.support.tiny import tiny_model
 from tests.support.tok import byte_tokenizer
 
@@ -20,15 +26,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from sidequest_langchain.engine.engine import Engine
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from sidequest_langchain.models.loading import LoadedModel
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """One torch thread: with tiny matrices a second one only costs, and changes rounding."""
-    torch.set_num_threads(1)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def torch_threads(request: pytest.FixtureRequest) -> None:
+    """One thread for tiny matrices, where a second one only costs; two for real models."""
+    torch.set_num_threads(2 if request.node.get_closest_marker("real") else 1)
 
 
 @pytest.fixture
@@ -61,4 +74,17 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
     yield make
     for engine in engines:
         engine.close()
+    engines.clear()
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def real_smollm() -> LoadedModel:
+    """SmolLM2-135M-Instruct: `.model` and `.tokenizer`. Mark the test `real`."""
+    return load_real("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def real_qwen() -> LoadedModel:
+    """Qwen2.5-Coder-0.5B-Instruct: `.model` and `.tokenizer`. Mark the test `real`."""
+    return load_real("qwen2.5-coder-0.5b")

@@ -30,7 +30,7 @@ def test_all_is_sorted_and_holds_the_designed_names() -> None:
     names = sidequest_langchain.__all__
     assert names == sorted(names)
     assert len(set(names)) == len(names)
-    assert DESIGNED <= set(names)
+    assert set(names) >= DESIGNED
 
 
 @pytest.mark.parametrize("name", sidequest_langchain.__all__)
@@ -79,10 +79,6 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 def test_the_check_would_notice_torch() -> None:
     assert "torch" in loaded_after("import sidequest_langchain.kv.tree")
-
-
-def test_the_version_is_that_of_the_changelog_or_later() -> None:
-    assert sidequest_langchain.__version__.count(".") == 2
 
 
 def test_the_package_says_that_it_is_typed() -> None:

@@ -80,12 +80,16 @@ def _targets(module: str, tree: ast.Module, sources: Sources) -> Iterator[str]:
             for alias in node.names:
                 yield from _named(alias.name, sources)
         elif isinstance(node, ast.ImportFrom):
-            base = _base(module, node, is_package=f"{module}.__init__" in sources)
+            base = _base(module, node, is_package=_has_children(module, sources))
             for alias in node.names:
                 child = f"{base}.{alias.name}"
                 yield from _named(child if child in sources else base, sources)
         elif isinstance(node, ast.Call):
             yield from _by_function(node, sources)
+
+
+def _has_children(module: str, sources: Sources) -> bool:
+    return any(name.startswith(f"{module}.") for name in sources)
 
 
 def _base(module: str, node: ast.ImportFrom, *, is_package: bool) -> str:

@@ -40,10 +40,13 @@ class ModelAdapter:
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_architecture(model)
-        self.model = model.eval()
+        self.model = model
+        model.train(mode=False)
         self.context_length = context_length(model.config)
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        self.device = model.get_input_embeddings().weight.device
+        embedding = model.get_input_embeddings().weight
+        assert isinstance(embedding, Tensor)
+        self.vocab_size = embedding.shape[0]
+        self.device: torch.device = embedding.device
         self._own_attention = (model.config._attn_implementation or "eager").removeprefix(PREFIX)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         _N_ADAPTERS[model] = _N_ADAPTERS.get(model, 0) + 1
@@ -106,9 +109,7 @@ class ModelAdapter:
         inputs = torch.tensor([list(ids), positions], device=self.device)
         wanted = torch.tensor(last, dtype=torch.long, device=self.device)
         kwargs = {"logits_to_keep": wanted} if self._keeps_logits else {}
-        out = self.model(
-            input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False, **kwargs
-        )
+        out = self.model(input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False, **kwargs)
         logits: Tensor = out.logits[0]
         if not self._keeps_logits:
             logits = logits[wanted.to(logits.device)]
@@ -143,4 +144,3 @@ def _shape(k: Tensor, v: Tensor) -> LayerShape:
         dtype=k.dtype,
         device=k.device,
     )
-

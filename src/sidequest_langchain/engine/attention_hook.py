@@ -103,7 +103,7 @@ def _mask_over(implementation: str) -> Callable[..., Any]:
 
 def _own(implementation: str, module: nn.Module) -> AttentionFunction:
     if implementation == "eager":  # each modeling file has its own, registered nowhere
-        eager: AttentionFunction = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+        eager: AttentionFunction = sys.modules[type(module).__module__].eager_attention_forward
         return eager
     found: AttentionFunction = ALL_ATTENTION_FUNCTIONS[implementation]
     return found
@@ -121,7 +121,12 @@ def _layer_of(module: nn.Module) -> int:
 
 
 def _tree(
-    plan: StepPlan, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: Any
+    plan: StepPlan,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kwargs: dict[str, Any],
 ) -> Tensor:
     features = read_features(module, query, kwargs)
     return attend(plan, _layer_of(module), query[0], key[0], value[0], features).unsqueeze(0)

@@ -164,7 +164,7 @@ class EngineCore:
         rows, ids = [], []
         for share in shares:
             sequence = share.sequence
-            assert sequence.path is not None  # noqa: S101
+            assert sequence.path is not None
             if share.is_stored:
                 self.tree.reserve(sequence.path, len(share.tokens))
             position = sequence.n_resident if share.is_stored else sequence.n_resident - 1
@@ -193,7 +193,7 @@ class EngineCore:
         stored = [s for s in shares if s.is_stored and s.sequence.path is not None]
         n_rows = n_tokens = 0
         for share in stored:
-            assert share.sequence.path is not None  # noqa: S101
+            assert share.sequence.path is not None
             tip = share.sequence.path.tip
             n_rows += tip.capacity_for(len(share.tokens)) - tip.capacity
             n_tokens += len(share.tokens)
@@ -212,7 +212,7 @@ class EngineCore:
         for share in shares:
             sequence = share.sequence
             if share.is_stored:
-                assert sequence.path is not None  # noqa: S101
+                assert sequence.path is not None
                 self.tree.extend(sequence.path, share.tokens)
                 sequence.n_resident += len(share.tokens)
         for i, share in enumerate(sampled):
@@ -229,7 +229,7 @@ class EngineCore:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         path = sequence.path
-        assert path is not None  # noqa: S101
+        assert path is not None
         n_kept = sequence.n_prompt + len(sequence.kept_ids())
         if n_kept < sequence.n_resident:
             # A token that reaches past a stop string is not part of the reply.

@@ -55,7 +55,7 @@ class SamplingParams:
             self.max_tokens,
         )
         check(
-            all(isinstance(s, str) and s for s in self.stop),
+            all(self.stop),
             "stop must be strings that are not empty",
             self.stop,
         )
@@ -84,8 +84,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Log-probability of a chosen token, and of the best alternatives (before top-k/top-p,
-    after temperature 1)."""
+    """Log-probability of a chosen token, and of the best alternatives.
+
+    Those of the model itself: temperature, top-k and top-p do not enter.
+    """
 
     token_id: int
     token: str

@@ -132,7 +132,7 @@ class Sequence:
 
     def result(self, reason: FinishReason, segment_id: int | None) -> GenerationResult:
         """The finished sample."""
-        assert self.path is not None  # noqa: S101
+        assert self.path is not None
         now = time.perf_counter()
         return GenerationResult(
             text=self._detokenizer.text,

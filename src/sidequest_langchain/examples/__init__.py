@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[3]
-_CHECKOUT = _ROOT / "examples"
+_SRC = Path(__file__).resolve().parents[2]
+_CHECKOUT = _SRC.parent / "examples"
 
-if (_ROOT / "pyproject.toml").is_file() and (_CHECKOUT / "tree_of_thoughts").is_dir():
+if _SRC.name == "src" and (_CHECKOUT / "tree_of_thoughts").is_dir():
     __path__.append(str(_CHECKOUT))

@@ -1,174 +1,258 @@
 """Follows runs from their start and end events, and says what is to be done about each.
 
-A pure state machine: it returns effects and carries out none. Nothing here calls a listener,
-a cache or a callback; the lifecycle holds a lock around every call.
+A state machine without hands: it returns effects and carries out none, so that the lifecycle
+can hold a lock around every call and none around what the call leads to.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
 from uuid import UUID
 
-from sidequest_langchain.config import Retain
+from langgraph.errors import GraphBubbleUp, NodeCancelledError, ParentCommand
+
 from sidequest_langchain.graph.branches import BranchLedger
-from sidequest_langchain.graph.bus import EventBus, Origin
-from sidequest_langchain.graph.events import EventName, KVEvent, Outcome
+from sidequest_langchain.graph.bus import EventBus
+from sidequest_langchain.graph.effects import Effect, Emit, carry_out, emit
+from sidequest_langchain.graph.events import Outcome
+from sidequest_langchain.graph.retention import MAX_THREADS, Recent, Retention
 from sidequest_langchain.graph.runs import (
+    CallTotals,
     Listener,
     PrunePlan,
     Root,
     Run,
+    Started,
     Step,
-    who,
 )
-from sidequest_langchain.graph.steps import step_of, thread_of
-from sidequest_langchain.labels import PathSelector
+from sidequest_langchain.graph.steps import StepRef, step_of, thread_of
 
-MAX_THREADS = 1024
-"""Threads whose branches (or interrupted runs) are remembered; the least recent go first."""
 MAX_LATE = 1024
-"""Steps that were still busy when their run ended, whose late calls are still recognised."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emit:
-    """Tell an event to listeners, and to the bus if `origin` says where."""
-
-    event: KVEvent
-    audience: tuple[Listener, ...]
-    bus: EventBus
-    origin: Origin | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Post:
-    """Ask the cache for a release, and report what it freed under `root`."""
-
-    selector: PathSelector
-    reason: str
-    name: str
-    root: Root
-    step: Step | None = None
-    is_quiet: bool = False
-    """Report it only if there was something to release."""
-
-
-Effect: TypeAlias = Emit | Post
-Finish = Literal["ok", "error"]
-
-
-@dataclass(slots=True)
-class Recent:
-    """A bounded memory by thread; the least recently used entries go first."""
-
-    limit: int
-    entries: OrderedDict[Any, Any] = field(default_factory=OrderedDict)
-
-    def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The entry of `key`, made if there is none."""
-        if key not in self.entries:
-            self.entries[key] = make()
-            if len(self.entries) > self.limit:
-                self.entries.popitem(last=False)
-        self.entries.move_to_end(key)
-        return self.entries[key]
-
-    def pop(self, key: Any, default: Any = None) -> Any:
-        """Take the entry of `key` out."""
-        return self.entries.pop(key, default)
+"""Steps still busy when their run ended, whose late calls are recognised."""
 
 
 class RunBook:
-    """The live runs of the graphs attached to one model."""
+    """The live runs of the graphs that are attached to one model."""
 
-    def __init__(self, retain: Retain | None) -> None:
-        self.retain = retain
+    def __init__(self, retention: Retention) -> None:
+        self._retention = retention
         self.runs: dict[UUID, Run] = {}
-        self.calls: dict[UUID, Step] = {}
-        """Live model calls by run id."""
-        self._branches = Recent(MAX_THREADS)
-        self._paused = Recent(MAX_THREADS)
-        """By thread: namespaces of interrupted runs, to be released when a later one ends."""
-        self._late = Recent(MAX_LATE)
+        self._calls: dict[UUID, Step] = {}
+        self._branches: Recent[str, BranchLedger] = Recent(MAX_THREADS)
+        self._late_steps: Recent[UUID, Step] = Recent(MAX_LATE)
+        self._late_calls: Recent[UUID, Step] = Recent(MAX_LATE)
 
     # -- starts --------------------------------------------------------------------------
 
-    def start_chain(
-        self,
-        listener: Listener,
-        run_id: UUID,
-        parent_run_id: UUID | None,
-        *,
-        name: str | None,
-        tags: Sequence[str],
-        metadata: Mapping[str, Any],
-        serial: int,
-        make_bus: Callable[[], EventBus],
-    ) -> list[Effect]:
+    def start_run(self, listener: Listener, started: Started, serial: int) -> list[Effect]:
         """A chain, graph, node or tool begins."""
-        if run_id in self.runs:
-            return self._join(listener, self.runs[run_id], run_id)
-        parent = self.runs.get(parent_run_id) if parent_run_id is not None else None
-        if parent is None:
-            root = Root(run_id=run_id, bus=make_bus(), audience=[listener])
-            parent = Run(root=root, step=None, thread_id=None, seen_by=[])
-        run = Run(
-            root=parent.root, step=parent.step, thread_id=thread_of(metadata), seen_by=[listener]
+        run = self.runs.get(started.run_id)
+        if run is not None:
+            return self._join(listener, run, started.run_id)
+        parent = self.runs.get(started.parent_run_id) if started.parent_run_id else None
+        root = parent.root if parent else self._new_root(listener, started.run_id)
+        around = parent.step if parent else None
+        thread_id = thread_of(started.metadata)
+        run = Run(root=root, step=around, thread_id=thread_id, seen_by=[listener])
+        self.runs[started.run_id] = run
+        root.run_ids.add(started.run_id)
+        self._note_place(root, started.metadata)
+        ref = step_of(
+            started.name, started.tags, started.metadata, around=around.ref if around else None
         )
-        self.runs[run_id] = run
-        run.root.run_ids.add(run_id)
-        enclosing = parent.step.ref if parent.step is not None else None
-        ref = step_of(name, tags, metadata, enclosing=enclosing)
         if ref is None:
             return []
-        run.step = self._begin(run.root, run_id, parent_run_id, ref, tags, metadata, serial)
-        run.step.audience.append(listener)
-        run.step.start_event = self._event(run.root, run.step, "sidequest.step_start", {})
-        return [_emit(run.root, run.step, run.step.start_event)]
+        run.step = step = self._new_step(root, started, ref, serial)
+        step.audience.append(listener)
+        effect = emit(root, step, "sidequest.step_start", {})
+        step.start_event = effect.event
+        return [effect]
+
+    def start_call(
+        self, run_id: UUID, parent_run_id: UUID | None, metadata: Mapping[str, Any]
+    ) -> None:
+        """A model call begins."""
+        if parent_run_id is None:
+            return
+        run = self.runs.get(parent_run_id)
+        step = run.step if run else self._late_steps.get(parent_run_id)
+        if run is not None:
+            self._note_place(run.root, metadata)
+        if step is not None and step.root.is_ended:
+            self._late_calls.setdefault(run_id, lambda: step)
+        elif step is not None:
+            self._calls[run_id] = step
+            step.root.call_ids.add(run_id)
+
+    # -- ends ----------------------------------------------------------------------------
+
+    def end_run(self, run_id: UUID, error: BaseException | None) -> list[Effect]:
+        """A chain, graph, node or tool ended, well or not; what is not known is ignored."""
+        run = self.runs.pop(run_id, None)
+        if run is None:
+            return []
+        run.root.run_ids.discard(run_id)
+        effects: list[Effect] = []
+        step = run.root.steps.pop(run_id, None)
+        if step is not None:
+            effects += self._end_step(step, _outcome(error))
+        if run_id == run.root.run_id:
+            effects += self._end_root(run, error)
+        return effects
+
+    def end_call(self, run_id: UUID, totals: CallTotals | None) -> list[Effect]:
+        """A model call ended; `totals` are its figures, `None` if it failed."""
+        step = self._calls.pop(run_id, None) or self._late_calls.pop(run_id)
+        if step is None:
+            return []
+        step.root.call_ids.discard(run_id)
+        if totals is not None:
+            step.totals.add(totals)
+        return list(self._retention.after_call(step))
+
+    def pause(self, run_id: UUID | None) -> None:
+        """A graph waits for a resume: what its thread holds stays."""
+        run = self.runs.get(run_id) if run_id else None
+        if run is not None:
+            run.root.interrupted.add(run.thread_id)
+
+    def resume(self, run_id: UUID | None) -> None:
+        """A graph goes on from a checkpoint: its first steps repeat earlier attempts."""
+        run = self.runs.get(run_id) if run_id else None
+        if run is not None:
+            run.root.is_resumed = True
+
+    # -- branches and prunes -------------------------------------------------------------
+
+    def ledger(self, run_id: UUID) -> BranchLedger | None:
+        """The branches of the thread that a run belongs to; `None` if it is not known."""
+        run = self.runs.get(run_id)
+        if run is None:
+            return None
+        if run.thread_id is None:
+            return run.root.branches
+        return self._branches.setdefault(run.thread_id, BranchLedger)
+
+    def stage(self, run_id: UUID, plan: PrunePlan) -> bool:
+        """Keep a prune until the step that asked for it ends well; `False`: there is no step."""
+        run = self.runs.get(run_id)
+        if run is None or run.step is None:
+            return False
+        run.step.staged.append(plan)
+        return True
+
+    def prune_now(self, run_id: UUID, plan: PrunePlan) -> list[Effect]:
+        """A prune that does not wait for its step to end."""
+        run = self.runs[run_id]
+        return self._prune(plan, run.root, run.step)
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _new_root(self, listener: Listener, run_id: UUID) -> Root:
+        return Root(run_id=run_id, bus=EventBus(listener.fail), audience=[listener])
+
+    def _new_step(self, root: Root, started: Started, ref: StepRef, serial: int) -> Step:
+        root.n_starts[ref.thread_id, ref.checkpoint_ns] += 1
+        root.first_supersteps.setdefault(started.parent_run_id, ref.step)
+        step = Step(
+            run_id=started.run_id,
+            graph_run_id=started.parent_run_id,
+            root=root,
+            ref=replace(ref, attempt=root.n_starts[ref.thread_id, ref.checkpoint_ns]),
+            serial=serial,
+            started=started,
+            audience=[],
+        )
+        root.steps[started.run_id] = step
+        return step
+
+    def _note_place(self, root: Root, metadata: Mapping[str, Any]) -> None:
+        checkpoint_ns = metadata.get("langgraph_checkpoint_ns")
+        if checkpoint_ns:
+            root.note_place(thread_of(metadata), checkpoint_ns)
 
     def _join(self, listener: Listener, run: Run, run_id: UUID) -> list[Effect]:
         """A second handler of the same model sees a run that is known already."""
         if listener in run.seen_by:
             return []
         run.seen_by.append(listener)
-        root, step = run.root, run.step
-        if run_id == root.run_id:
-            root.audience.append(listener)
-        if step is None or step.run_id != run_id or step.start_event is None:
+        if run_id == run.root.run_id:
+            run.root.audience.append(listener)
+        step = run.root.steps.get(run_id)
+        if step is None or step.start_event is None:
             return []
         step.audience.append(listener)
-        return [Emit(event=step.start_event, audience=(listener,), bus=root.bus, origin=None)]
+        return [
+            Emit(
+                event=step.start_event,
+                audience=(listener,),
+                root=run.root,
+                step=step,
+                is_replay=True,
+            )
+        ]
 
-    def _begin(
-        self,
-        root: Root,
-        run_id: UUID,
-        graph_run_id: UUID | None,
-        ref: Any,
-        tags: Sequence[str],
-        metadata: Mapping[str, Any],
-        serial: int,
-    ) -> Step:
-        visit = (ref.thread_id, ref.checkpoint_ns)
-        root.n_starts[visit] += 1
-        root.note_namespace(*visit)
-        root.first_supersteps.setdefault(graph_run_id, ref.step)
-        step = Step(
-            run_id=run_id,
-            root=root,
-            ref=_attempt(ref, root.n_starts[visit]),
-            graph_run_id=graph_run_id,
-            serial=serial,
-            origin=Origin(
-                run_id=run_id,
-                graph_run_id=graph_run_id,
-                tags=tuple(tags),
-                metadata=dict(metadata),
-            ),
-            audience=[],
-        )
-        root.steps[run_id] = step
-        return step
+    def _end_step(self, step: Step, outcome: Outcome) -> list[Effect]:
+        root, effects = step.root, list[Effect]()
+        ended_well = outcome in ("ok", "parent_command")
+        if ended_well:
+            for plan in step.staged:
+                effects += self._prune(plan, root, step)
+        elif outcome == "interrupted":
+            root.interrupted.add(step.ref.thread_id)
+        else:
+            root.unfinished.add(step.visit)
+        n_dropped = 0 if ended_well else len(step.staged)
+        figures = asdict(step.totals) | {"outcome": outcome, "n_prunes_dropped": n_dropped}
+        # The event first: what is released is reported after the step that let it go has ended.
+        effects.sort(key=lambda effect: not isinstance(effect, Emit))
+        n_emits = sum(isinstance(effect, Emit) for effect in effects)
+        effects.insert(n_emits, emit(root, step, "sidequest.step_end", figures))
+        if ended_well:
+            effects += self._retention.after_step(step)
+        return effects
+
+    def _end_root(self, run: Run, error: BaseException | None) -> list[Effect]:
+        root = run.root
+        if _outcome(error) == "interrupted":
+            root.interrupted.add(run.thread_id)
+        effects: list[Effect] = []
+        for step in tuple(root.steps.values()):
+            self._late_steps.setdefault(step.run_id, partial(_same, step))
+            effects += self._end_step(step, "cancelled")
+        for run_id in root.run_ids:
+            self.runs.pop(run_id, None)
+        for run_id in root.call_ids:
+            self._late_calls.setdefault(run_id, partial(_same, self._calls.pop(run_id)))
+        effects += self._retention.after_run(root)
+        still_busy = {other.thread_id for other in self.runs.values()}
+        for thread_id in root.swept - still_busy - {None}:
+            self._branches.pop(str(thread_id))
+        root.end()
+        return effects
+
+    def _prune(self, plan: PrunePlan, root: Root, step: Step | None) -> list[Effect]:
+        thread_id = step.ref.thread_id if step else None
+        ledger = root.branches if thread_id is None else self._branches.get(thread_id)
+        if ledger is not None:
+            ledger.forget(plan.targets)
+        return carry_out(plan, root, step)
+
+
+def _outcome(error: BaseException | None) -> Outcome:
+    if error is None:
+        return "ok"
+    if isinstance(error, ParentCommand):
+        return "parent_command"
+    if isinstance(error, GraphBubbleUp):
+        return "interrupted"
+    if isinstance(error, NodeCancelledError):
+        return "cancelled"
+    return "error" if isinstance(error, Exception) else "cancelled"
+
+
+def _same(step: Step) -> Step:
+    return step

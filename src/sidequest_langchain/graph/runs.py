@@ -1,29 +1,44 @@
-"""The runs that are going on: root runs, node steps inside them, and model calls inside those.
+"""The runs that are going on: root runs, the node steps inside them, and what the steps asked for.
 
-Plain books, kept under the lifecycle's lock. They must not know who listens or what is cached.
+Plain books, kept under the lifecycle's lock. They must not know how a run is followed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 from uuid import UUID
 
 from sidequest_langchain.graph.branches import BranchLedger
-from sidequest_langchain.graph.bus import EventBus, Origin
+from sidequest_langchain.graph.bus import EventBus
 from sidequest_langchain.graph.events import KVEvent
 from sidequest_langchain.graph.steps import StepRef
 
+Visit = tuple[str | None, str]
+"""One visit of a node: its thread and its namespace. Attempts and resumes share it."""
+
 
 class Listener(Protocol):
-    """A handler bound to a graph; it hears of the runs it was told about."""
+    """A handler: it hears of the runs that it was told about."""
 
     def deliver(self, event: KVEvent) -> None:
         """Hand an event to the observers."""
 
-    def failed(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Count a failure that must not reach the graph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What a start event says about a chain, graph, node or tool."""
+
+    run_id: UUID
+    parent_run_id: UUID | None
+    name: str | None
+    tags: tuple[str, ...]
+    metadata: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +55,12 @@ class PrunePlan:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Everything to release, descendants first."""
+        """Everything to release, the deepest first."""
         return (*reversed(self.descendants), *self.paths)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON-ready values."""
+        return asdict(self)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +74,14 @@ class CallTotals:
     segments: list[int] = field(default_factory=list)
     """Tips of the calls' paths, in the order they ended."""
 
+    def add(self, call: CallTotals) -> None:
+        """Count more calls."""
+        self.n_calls += call.n_calls
+        self.n_reused_tokens += call.n_reused_tokens
+        self.n_prefilled_tokens += call.n_prefilled_tokens
+        self.n_generated_tokens += call.n_generated_tokens
+        self.segments += call.segments
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Root:
@@ -64,15 +91,18 @@ class Root:
     bus: EventBus
     audience: list[Listener]
     branches: BranchLedger = field(default_factory=BranchLedger)
-    """Those of calls without a thread; they die with the run."""
+    """Those of steps without a thread; they go with the run."""
     run_ids: set[UUID] = field(default_factory=set)
-    """Every live run inside, to be forgotten with it."""
+    """The live runs inside."""
+    call_ids: set[UUID] = field(default_factory=set)
+    """The live model calls inside."""
     steps: dict[UUID, Step] = field(default_factory=dict)
+    """The live steps."""
     namespaces: dict[str | None, set[str]] = field(default_factory=dict)
-    """By thread: the topmost namespaces in which steps ran."""
-    n_starts: Counter[tuple[str | None, str]] = field(default_factory=Counter)
-    unfinished: set[tuple[str | None, str]] = field(default_factory=set)
-    """Visits whose last attempt failed or was cancelled: their text is nobody's history."""
+    """By thread: the topmost namespaces in which something ran."""
+    n_starts: Counter[Visit] = field(default_factory=Counter)
+    unfinished: set[Visit] = field(default_factory=set)
+    """Visits whose last attempt failed or was cancelled."""
     interrupted: set[str | None] = field(default_factory=set)
     """Threads that wait for a resume."""
     swept: set[str | None] = field(default_factory=set)
@@ -83,8 +113,8 @@ class Root:
     is_ended: bool = False
     n_events: int = 0
 
-    def note_namespace(self, thread_id: str | None, checkpoint_ns: str) -> None:
-        """Remember where steps ran; what is nested below a known place needs no note."""
+    def note_place(self, thread_id: str | None, checkpoint_ns: str) -> None:
+        """Remember where something ran; what is nested below a known place needs no note."""
         known = self.namespaces.setdefault(thread_id, set())
         parts = checkpoint_ns.split("|")
         if not any("|".join(parts[: n + 1]) in known for n in range(len(parts))):
@@ -92,16 +122,20 @@ class Root:
 
     def may_repeat(self, step: Step) -> bool:
         """Whether an earlier attempt at this visit may have left paths."""
-        if self.n_starts[step.ref.thread_id, step.ref.checkpoint_ns] > 1:
+        if self.n_starts[step.visit] > 1:
             return True
         return self.is_resumed and step.ref.step == self.first_supersteps.get(step.graph_run_id)
 
     def is_given_up(self, step: Step) -> bool:
-        """Whether a path of this step that ends only now is wanted by nobody."""
-        thread_id, checkpoint_ns = step.ref.thread_id, step.ref.checkpoint_ns
-        return self.is_ended and (
-            thread_id in self.swept or (thread_id, checkpoint_ns) in self.unfinished
-        )
+        """Whether a path that this step makes only now is wanted by nobody."""
+        return self.is_ended and (step.ref.thread_id in self.swept or step.visit in self.unfinished)
+
+    def end(self) -> None:
+        """Keep only what late calls need: whether their paths are still wanted."""
+        self.is_ended = True
+        self.branches = BranchLedger()
+        for books in (self.run_ids, self.call_ids, self.steps, self.namespaces, self.n_starts):
+            books.clear()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -109,32 +143,29 @@ class Step:
     """One attempt at one visit of a node."""
 
     run_id: UUID
+    graph_run_id: UUID | None
     root: Root
     ref: StepRef
-    graph_run_id: UUID | None
     serial: int
     """Paths begun before this attempt."""
-    origin: Origin
+    started: Started
     audience: list[Listener]
     start_event: KVEvent | None = None
     staged: list[PrunePlan] = field(default_factory=list)
     totals: CallTotals = field(default_factory=CallTotals)
 
+    @property
+    def visit(self) -> Visit:
+        """The visit that this is an attempt at."""
+        return (self.ref.thread_id, self.ref.checkpoint_ns)
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Run:
-    """One live chain, tool or graph run: where it belongs."""
+    """One live chain, graph, node or tool run: where it belongs."""
 
     root: Root
     step: Step | None
     """The innermost step around it (itself, if it is one)."""
     thread_id: str | None
     seen_by: list[Listener]
-
-
-def who(root: Root, step: Step | None) -> dict[str, Any]:
-    """The part of every event's data that says where it happened."""
-    found: dict[str, Any] = {"run_id": str(root.run_id)}
-    if step is not None:
-        found |= step.ref.to_json()
-    return found

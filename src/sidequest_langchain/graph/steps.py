@@ -47,20 +47,26 @@ def step_of(
     tags: Sequence[str],
     metadata: Mapping[str, Any],
     *,
-    enclosing: StepRef | None,
+    around: StepRef | None,
 ) -> StepRef | None:
     """The step that a run starts, or `None` if it is no node's own run.
 
     A node's run is named after the node and has a namespace of its own; a conditional edge's
     function and a subgraph carry the namespace of the node around them. A `@task` has no
     superstep tag, but runs inside another step.
+
+    Args:
+        name: Name of the run.
+        tags: Its tags.
+        metadata: Its metadata.
+        around: The innermost step that it runs in.
     """
     checkpoint_ns = metadata.get("langgraph_checkpoint_ns")
     if not checkpoint_ns or name is None or name != metadata.get("langgraph_node"):
         return None
-    if enclosing is not None and enclosing.checkpoint_ns == checkpoint_ns:
+    if around is not None and around.checkpoint_ns == checkpoint_ns:
         return None
-    if enclosing is None and not any(tag.startswith("graph:step:") for tag in tags):
+    if around is None and not any(tag.startswith("graph:step:") for tag in tags):
         return None
     return StepRef(
         thread_id=thread_of(metadata),

@@ -13,7 +13,7 @@ TRIM_BYTES = 8 * 2**20
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's `malloc_trim`, where the process runs on glibc."""
+    """The C library's `malloc_trim`, where the process runs on glibc."""
     if not sys.platform.startswith("linux"):
         return None
     try:

@@ -40,6 +40,6 @@ def cuda_partial(
     else:
         q = q.reshape(n_kv, n_heads // n_kv * n_queries, dim)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q[None], k[None], v[None], 0.0, is_causal, False, scale=scaling
+        q[None], k[None], v[None], 0.0, is_causal, scale=scaling
     )
     return out[0].reshape(n_heads, n_queries, dim), lse[0].float().reshape(n_heads, n_queries)

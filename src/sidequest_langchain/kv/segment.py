@@ -46,7 +46,9 @@ class Segment:
         "values",
     )
 
-    def __init__(self, segment_id: int, scope: str, parent: Segment | None, layout: KVLayout) -> None:
+    def __init__(
+        self, segment_id: int, scope: str, parent: Segment | None, layout: KVLayout
+    ) -> None:
         self.segment_id = segment_id
         self.scope = scope
         self.parent = parent
@@ -167,9 +169,7 @@ class Segment:
         return self.n_bytes - before
 
 
-def _rows(
-    n_heads: int, n_rows: int, dim: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _rows(n_heads: int, n_rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty((n_heads, n_rows, dim), dtype=dtype, device=device)
 
 

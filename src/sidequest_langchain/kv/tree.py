@@ -6,68 +6,28 @@ one owner calls it, from one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sidequest_langchain.kv.allocator import return_to_system
-from sidequest_langchain.kv.layout import KVLayout, bytes_per_token
+from sidequest_langchain.kv.layout import KVLayout
 from sidequest_langchain.kv.path import Path
+from sidequest_langchain.kv.radix import RadixTree
 from sidequest_langchain.kv.receipts import ReleaseReceipt
 from sidequest_langchain.kv.segment import Segment, n_common
 from sidequest_langchain.labels import PathSelector, StepLabel
 
 
-class SegmentTree:
+class SegmentTree(RadixTree):
     """Every resident segment and every labelled path, with the bytes they hold."""
 
     def __init__(self, layout: KVLayout) -> None:
-        self.layout = layout
-        self.bytes_per_token = bytes_per_token(layout)
-        self.n_bytes = 0
-        """Bytes resident now: the sum of all live storages, kept up by every change."""
-        self.peak_bytes = 0
-        self.n_tokens = 0
+        super().__init__(layout)
         self.n_released_bytes = 0
         self.serial = 0
         """Paths begun so far."""
         self.paths: dict[int, Path] = {}
         self.on_release: Callable[[ReleaseReceipt], None] = lambda receipt: None
         """Told of every release, the deferred ones when they come to pass."""
-        self._roots: dict[str, Segment] = {}
-        self._clock = 0
-        self._n_segments_made = 0
-
-    # -- looking -------------------------------------------------------------------------
-
-    def segments(self) -> Iterator[Segment]:
-        """Every resident segment, parents first; the roots, which hold nothing, are left out."""
-        stack = list(self._roots.values())
-        while stack:
-            segment = stack.pop()
-            if segment.parent is not None:
-                yield segment
-            stack.extend(segment.children)
-
-    def match(self, scope: str, ids: Sequence[int]) -> tuple[Segment | None, int]:
-        """Find the longest resident head of `ids`; changes nothing.
-
-        Returns:
-            The segment in which it ends (`None`: nothing matched) and its length in tokens.
-            Equality of ids decides, never a hash.
-        """
-        segment, n = self._roots.get(scope), 0
-        found: Segment | None = None
-        ids = tuple(ids)
-        while segment is not None and n < len(ids):
-            step, longest = None, 0
-            for child in segment.children:
-                n_same = n_common(child.token_ids, ids, n)
-                if n_same > longest:
-                    step, longest = child, n_same
-            if step is None:
-                break
-            found, n = step, n + longest
-            segment = step if longest == step.n_rows else None
-        return found, n
 
     # -- the life of a path --------------------------------------------------------------
 
@@ -211,48 +171,6 @@ class SegmentTree:
 
     # -- inside --------------------------------------------------------------------------
 
-    def _root(self, scope: str) -> Segment:
-        if scope not in self._roots:
-            self._roots[scope] = Segment(0, scope, None, ())
-        return self._roots[scope]
-
-    def _new_segment(self, scope: str, parent: Segment) -> Segment:
-        self._n_segments_made += 1
-        segment = Segment(self._n_segments_made, scope, parent, self.layout)
-        parent.children.append(segment)
-        self._touch(segment)
-        return segment
-
-    def _touch(self, segment: Segment) -> None:
-        self._clock += 1
-        at: Segment | None = segment
-        while at is not None:
-            at.last_used = self._clock
-            at = at.parent
-
-    def _account(self, change: int) -> None:
-        self.n_bytes += change
-        self.peak_bytes = max(self.peak_bytes, self.n_bytes)
-
-    def _cut(self, segment: Segment, n_head: int) -> Segment:
-        """Make a segment end after `n_head` rows and return what ends there.
-
-        The tail keeps its identity, so that a running request's tip stays its tip; an open
-        segment is cut even at its very end, since it will grow there.
-        """
-        if n_head == segment.n_rows and not segment.is_open:
-            return segment
-        parent = segment.parent
-        assert parent is not None  # noqa: S101 - roots hold no rows
-        head = self._new_segment(segment.scope, parent)
-        parent.children.remove(segment)
-        segment.parent = head
-        head.children.append(segment)
-        head.last_used = segment.last_used
-        self._account(head.copy_head(segment, n_head))
-        self._account(segment.drop_head(n_head))
-        return head
-
     def _share(self, path: Path) -> None:
         """Let a closed tip stand on rows that siblings hold already; its own copies go."""
         tip = path.tip
@@ -267,16 +185,6 @@ class SegmentTree:
             self._move_under(tip, self._cut(twin, n_same))
             self._drop_head(tip, n_same)
         self._retire_empty(path)
-
-    def _move_under(self, segment: Segment, parent: Segment) -> None:
-        assert segment.parent is not None  # noqa: S101
-        segment.parent.children.remove(segment)
-        parent.children.append(segment)
-        segment.parent = parent
-
-    def _drop_head(self, segment: Segment, n_rows: int) -> None:
-        self.n_tokens -= n_rows
-        self._account(segment.drop_head(n_rows))
 
     def _retire_empty(self, path: Path) -> None:
         """A tip without rows is no segment: the path ends in its parent instead."""
@@ -322,7 +230,7 @@ class SegmentTree:
         """Move a path's tip to its parent; free the old tip if nobody else needs it."""
         tip = path.tip
         parent = tip.parent
-        assert parent is not None  # noqa: S101
+        assert parent is not None
         tip.paths.discard(path)
         if parent.parent is None:
             self.paths.pop(path.serial, None)
@@ -335,28 +243,6 @@ class SegmentTree:
         self.paths.pop(path.serial, None)
         path.tip.paths.discard(path)
 
-    def _free_unneeded(self, segment: Segment, gone: list[Segment]) -> int:
-        """Free a segment and then its ancestors, as far up as nobody needs them."""
-        freed = 0
-        at = segment
-        while at.parent is not None and not at.is_needed:
-            parent = at.parent
-            freed += self._remove(at)
-            gone.append(at)
-            at = parent
-        if at.parent is None and not at.children:
-            self._roots.pop(at.scope, None)
-        return freed
-
-    def _remove(self, segment: Segment) -> int:
-        assert segment.parent is not None  # noqa: S101
-        segment.parent.children.remove(segment)
-        self.n_tokens -= segment.n_rows
-        freed = segment.free()
-        self.n_bytes -= freed
-        return freed
-
     def _would_go(self, segment: Segment, free: set[Path], gone: set[Segment]) -> bool:
         held = segment.n_pins or segment.is_open or not segment.paths <= free
         return not held and all(child in gone for child in segment.children)
-

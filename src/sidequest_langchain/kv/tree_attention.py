@@ -76,9 +76,7 @@ def _store(plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
             row.tip.values[layer][:, n : n + row.n_new] = v[:, a:b]
 
 
-def _decode(
-    plan: StepPlan, layer: int, q: Tensor, features: Features, partial: Partial
-) -> Tensor:
+def _decode(plan: StepPlan, layer: int, q: Tensor, features: Features, partial: Partial) -> Tensor:
     """Output of the decoding rows, `[Hq, R, Dv]`."""
     blocks = plan.blocks(features.window)
     parts = [_block(plan, block, layer, q, features, partial) for block in blocks]
@@ -154,9 +152,7 @@ def _prefill(
         visible = None
         if window is not None and oldest + row.n_new - 1 > segment.start:
             visible = plan.visible(i, segment, window, q.device)
-        parts.append(
-            partial(q, keys, values, scaling=scaling, visible=visible, softcap=softcap)
-        )
+        parts.append(partial(q, keys, values, scaling=scaling, visible=visible, softcap=softcap))
     if len(parts) == 1:
         return _with_sinks(*parts[0], features.sinks)
     lses = torch.stack([lse for _, lse in parts])

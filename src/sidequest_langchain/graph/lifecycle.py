@@ -1,0 +1,209 @@
+"""Connects the runs of attached graphs with one model's cache: events out, releases in.
+
+It must not know LangChain's handler protocol. Nothing here waits for the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+from uuid import UUID
+
+from langchain_core.callbacks import BaseCallbackManager
+
+from sidequest_langchain.config import Retain
+from sidequest_langchain.errors import EngineClosedError
+from sidequest_langchain.graph.book import RunBook
+from sidequest_langchain.graph.branches import BranchLedger
+from sidequest_langchain.graph.bus import Origin
+from sidequest_langchain.graph.effects import Effect, Emit, Post, emit
+from sidequest_langchain.graph.retention import Retention
+from sidequest_langchain.graph.runs import CallTotals, Listener, PrunePlan, Root, Run, Started
+from sidequest_langchain.kv.receipts import ReleaseReceipt
+from sidequest_langchain.labels import PathSelector
+
+logger = logging.getLogger(__name__)
+
+Releases = list[Future[ReleaseReceipt]]
+
+
+class Cache(Protocol):
+    """The part of `KVSegments` that a graph's events need; neither waits."""
+
+    @property
+    def serial(self) -> int:
+        """How many paths were begun so far."""
+
+    def post_release(
+        self, selector: PathSelector, *, reason: str, name: str = ""
+    ) -> Future[ReleaseReceipt]:
+        """Ask for a release."""
+
+
+class Lifecycle:
+    """What all handlers of one model share, so that what two of them see is counted once.
+
+    Thread-safe. A lock is held around the books only, never around a listener, a callback or
+    the cache.
+    """
+
+    def __init__(self, cache: Callable[[], Cache | None], retain: Retain | None) -> None:
+        self._cache = cache
+        """The cache, `None` while the model is not loaded: then there is nothing to release."""
+        self._book = RunBook(Retention(retain))
+        self._lock = threading.Lock()
+
+    # -- from the handlers ---------------------------------------------------------------
+
+    def start_run(self, listener: Listener, started: Started) -> None:
+        """A chain, graph, node or tool begins."""
+        cache = self._cache()
+        serial = 0 if cache is None else cache.serial
+        with self._lock:
+            effects = self._book.start_run(listener, started, serial)
+        self._carry_out(effects)
+
+    def end_run(self, run_id: UUID, error: BaseException | None = None) -> None:
+        """A chain, graph, node or tool ended, with `error` if it raised."""
+        run = self._book.runs.get(run_id)
+        with self._lock:
+            effects = self._book.end_run(run_id, error)
+        self._carry_out(effects)
+        if run is not None:
+            run.root.bus.flush()
+            if run.root.is_ended:
+                run.root.bus.close()
+
+    def start_call(
+        self, run_id: UUID, parent_run_id: UUID | None, metadata: Mapping[str, Any]
+    ) -> None:
+        """A model call begins."""
+        with self._lock:
+            self._book.start_call(run_id, parent_run_id, metadata)
+
+    def end_call(self, run_id: UUID, totals: CallTotals | None) -> None:
+        """A model call ended; `totals` is `None` if it failed."""
+        with self._lock:
+            effects = self._book.end_call(run_id, totals)
+        self._carry_out(effects)
+
+    def pause(self, run_id: UUID | None) -> None:
+        """A graph run waits for a resume."""
+        with self._lock:
+            self._book.pause(run_id)
+
+    def resume(self, run_id: UUID | None) -> None:
+        """A graph run goes on from a checkpoint."""
+        with self._lock:
+            self._book.resume(run_id)
+
+    def learn_bus(self, manager: BaseCallbackManager) -> None:
+        """Learn a graph's handlers from the config of something that runs in one of its nodes."""
+        run = self.run(manager.parent_run_id)
+        if run is None or run.step is None:
+            return
+        if not run.root.bus.knows(run.step.graph_run_id):
+            run.root.bus.capture(run.step.graph_run_id, manager)
+        run.root.bus.flush()
+
+    # -- from the helpers ----------------------------------------------------------------
+
+    def run(self, run_id: UUID | None) -> Run | None:
+        """The live run of that id."""
+        return None if run_id is None else self._book.runs.get(run_id)
+
+    def open_branch(self, run_id: UUID, branch: str, parent: str | None) -> None:
+        """A branch was opened in a run."""
+        with self._lock:
+            ledger = self._book.ledger(run_id)
+            if ledger is not None:
+                ledger.open(branch, parent)
+
+    def read_branches(self, run_id: UUID, read: Callable[[BranchLedger], Any]) -> Any:
+        """What `read` finds in the branches of a run's thread."""
+        with self._lock:
+            return read(self._book.ledger(run_id) or BranchLedger())
+
+    def stage(self, run_id: UUID, plan: PrunePlan) -> bool:
+        """Keep a prune until its step ends well; `False` if `run_id` is in no step."""
+        with self._lock:
+            return self._book.stage(run_id, plan)
+
+    def prune_now(self, run_id: UUID, plan: PrunePlan) -> Releases:
+        """A prune that does not wait for its step to end."""
+        with self._lock:
+            effects = self._book.prune_now(run_id, plan)
+        return self._carry_out(effects)
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _carry_out(self, effects: list[Effect]) -> Releases:
+        """Do what is to be done, in order; outside of the lock."""
+        releases: Releases = []
+        for effect in effects:
+            if isinstance(effect, Emit):
+                self._tell(effect)
+            else:
+                releases += self._post(effect)
+        for root in {effect.root.run_id: effect.root for effect in effects}.values():
+            root.bus.flush()
+        return releases
+
+    def _tell(self, effect: Emit) -> None:
+        for listener in effect.audience:
+            listener.deliver(effect.event)
+        if effect.is_replay:
+            return
+        step = effect.step
+        if step is None:
+            origin = Origin(run_id=effect.root.run_id, graph_run_id=None)
+        else:
+            origin = Origin(
+                run_id=step.run_id,
+                graph_run_id=step.graph_run_id,
+                tags=step.started.tags,
+                metadata=dict(step.started.metadata),
+            )
+        effect.root.bus.put(effect.event, origin)
+
+    def _post(self, post: Post) -> Releases:
+        cache = self._cache()
+        if cache is None:
+            return []
+        try:
+            release = cache.post_release(post.selector, reason=post.reason, name=post.name)
+        except EngineClosedError:
+            logger.debug("the engine is closed: nothing is left to release for %s", post.name)
+            return []
+        release.add_done_callback(lambda done: self._report(post, done))
+        return [release]
+
+    def _report(self, post: Post, done: Future[ReleaseReceipt]) -> None:
+        """Tell what a release freed; in the engine's thread, so it must not raise or wait."""
+        error = done.exception()
+        if error is not None:
+            for listener in _audience(post.root):
+                listener.fail(error)
+            return
+        receipt = done.result()
+        if not (receipt.n_paths or post.is_asked_for):
+            return
+        logger.info(
+            "release %s (%s): %d tokens, %d bytes in %d segments",
+            receipt.path,
+            receipt.reason,
+            receipt.freed_tokens,
+            receipt.freed_bytes,
+            len(receipt.segments),
+        )
+        with self._lock:
+            effect = emit(post.root, post.step, "sidequest.release", receipt.to_json())
+        self._tell(effect)
+        post.root.bus.flush_soon()
+
+
+def _audience(root: Root) -> list[Listener]:
+    return list(root.audience)

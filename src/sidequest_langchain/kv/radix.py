@@ -1,0 +1,130 @@
+"""Segments by token ids: find, cut, move and free them, with the bytes they hold.
+
+It must not know whose the segments are; `tree` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sidequest_langchain.kv.layout import KVLayout, bytes_per_token
+from sidequest_langchain.kv.segment import Segment, n_common
+
+
+class RadixTree:
+    """One radix tree of segments for each scope, and the books over their storage."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        self.bytes_per_token = bytes_per_token(layout)
+        self.n_bytes = 0
+        """Bytes resident now: the sum of all live storages, kept up by every change."""
+        self.peak_bytes = 0
+        self.n_tokens = 0
+        self._roots: dict[str, Segment] = {}
+        self._clock = 0
+        self._n_segments_made = 0
+
+    def segments(self) -> Iterator[Segment]:
+        """Every resident segment, parents first; the roots, which hold nothing, are left out."""
+        stack = list(self._roots.values())
+        while stack:
+            segment = stack.pop()
+            if segment.parent is not None:
+                yield segment
+            stack.extend(segment.children)
+
+    def match(self, scope: str, ids: Sequence[int]) -> tuple[Segment | None, int]:
+        """Find the longest resident head of `ids`; changes nothing.
+
+        Returns:
+            The segment in which it ends (`None`: nothing matched) and its length in tokens.
+            Equality of ids decides, never a hash.
+        """
+        segment, n = self._roots.get(scope), 0
+        found: Segment | None = None
+        ids = tuple(ids)
+        while segment is not None and n < len(ids):
+            step, longest = None, 0
+            for child in segment.children:
+                n_same = n_common(child.token_ids, ids, n)
+                if n_same > longest:
+                    step, longest = child, n_same
+            if step is None:
+                break
+            found, n = step, n + longest
+            segment = step if longest == step.n_rows else None
+        return found, n
+
+    def _root(self, scope: str) -> Segment:
+        if scope not in self._roots:
+            self._roots[scope] = Segment(0, scope, None, ())
+        return self._roots[scope]
+
+    def _new_segment(self, scope: str, parent: Segment) -> Segment:
+        self._n_segments_made += 1
+        segment = Segment(self._n_segments_made, scope, parent, self.layout)
+        parent.children.append(segment)
+        self._touch(segment)
+        return segment
+
+    def _touch(self, segment: Segment) -> None:
+        self._clock += 1
+        at: Segment | None = segment
+        while at is not None:
+            at.last_used = self._clock
+            at = at.parent
+
+    def _account(self, change: int) -> None:
+        self.n_bytes += change
+        self.peak_bytes = max(self.peak_bytes, self.n_bytes)
+
+    def _cut(self, segment: Segment, n_head: int) -> Segment:
+        """Make a segment end after `n_head` rows and return what ends there.
+
+        The tail keeps its identity, so that a running request's tip stays its tip; an open
+        segment is cut even at its very end, since it will grow there.
+        """
+        if n_head == segment.n_rows and not segment.is_open:
+            return segment
+        parent = segment.parent
+        assert parent is not None
+        head = self._new_segment(segment.scope, parent)
+        parent.children.remove(segment)
+        segment.parent = head
+        head.children.append(segment)
+        head.last_used = segment.last_used
+        self._account(head.copy_head(segment, n_head))
+        self._account(segment.drop_head(n_head))
+        return head
+
+    def _move_under(self, segment: Segment, parent: Segment) -> None:
+        assert segment.parent is not None
+        segment.parent.children.remove(segment)
+        parent.children.append(segment)
+        segment.parent = parent
+
+    def _drop_head(self, segment: Segment, n_rows: int) -> None:
+        self.n_tokens -= n_rows
+        self._account(segment.drop_head(n_rows))
+
+    def _free_unneeded(self, segment: Segment, gone: list[Segment]) -> int:
+        """Free a segment and then its ancestors, as far up as nobody needs them."""
+        freed = 0
+        at = segment
+        while at.parent is not None and not at.is_needed:
+            parent = at.parent
+            freed += self._remove(at)
+            gone.append(at)
+            at = parent
+        if at.parent is None and not at.children:
+            self._roots.pop(at.scope, None)
+        return freed
+
+    def _remove(self, segment: Segment) -> int:
+        assert segment.parent is not None
+        segment.parent.children.remove(segment)
+        self.n_tokens -= segment.n_rows
+        freed = segment.free()
+        self.n_bytes -= freed
+        return freed

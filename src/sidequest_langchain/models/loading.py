@@ -1,0 +1,175 @@
+"""Loads a model and its tokenizer, ready to be read from: evaluation mode, no gradients.
+
+It must not know the engine that will run it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sidequest_langchain.errors import ConfigError, ModelError, ModelFilesError
+from sidequest_langchain.models.checkpoint import judge_checkpoint
+from sidequest_langchain.models.placement import DeviceMap, Placement, choose_placement
+from sidequest_langchain.models.progress import Report
+from sidequest_langchain.models.reference import ModelFiles, obtain
+from sidequest_langchain.models.versions import check_transformers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model in memory, with its tokenizer and what is known of where it came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    """Catalogue name, Hub id, or the name of the directory or file."""
+    revision: str | None
+    """The commit, if it is from the Hub."""
+    digest: str | None
+    """The sha256 of the `.gguf` file it was made from, if it was made here."""
+
+
+def load(
+    reference: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    device_map: DeviceMap | None = None,
+    report: Report | None = None,
+) -> LoadedModel:
+    """Load a model, fetching and converting it first if it is not here.
+
+    Args:
+        reference: A catalogue name, a local directory, a `.gguf` file, or a Hub id. Only a Hub
+            id can make this contact the Hub.
+        revision: Branch, tag or commit of a Hub id.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`; `"auto"` is float32 on a CPU, elsewhere
+            as the checkpoint was saved.
+        device: `"cpu"`, `"cuda:0"`, `"mps"`; `"auto"` is the best one there.
+        device_map: Spread over devices by accelerate, instead of `device`.
+        report: Hears the progress of a pull; `None` shows bars on a terminal, and logs elsewhere.
+
+    Raises:
+        UnknownModelError: The reference means nothing here.
+        ModelFilesError: The files are absent, damaged or unreachable, or there is no room.
+        UnsupportedModelError: The architecture is no causal decoder that transformers knows.
+        ModelError: transformers is of another release, or the device has too little memory.
+        ConfigError: `revision`, `dtype`, `device` or `device_map` cannot be honoured.
+    """
+    check_transformers()
+    _require_accelerate(device_map)
+    # asked for now so that a wrong dtype or device is said before anything is downloaded
+    choose_placement(dtype=dtype, device=device, device_map=device_map, was_unpacked=False)
+    files = obtain(reference, revision=revision, report=report, judge=judge_checkpoint)
+    placement = choose_placement(
+        dtype=dtype, device=device, device_map=device_map, was_unpacked=files.digest is not None
+    )
+    with _quiet_libraries(), _load_errors(files):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            files.folder, local_files_only=True, trust_remote_code=False
+        )
+        model = _load_weights(files, placement)
+    logger.info("loaded %s: %s on %s", files.name, model.dtype, model.device)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=files.name,
+        revision=files.revision,
+        digest=files.digest,
+    )
+
+
+def _require_accelerate(device_map: DeviceMap | None) -> None:
+    if device_map is not None and find_spec("accelerate") is None:
+        msg = f"device_map={device_map!r} needs accelerate; run: pip install accelerate"
+        raise ConfigError(msg)
+
+
+def _load_weights(files: ModelFiles, placement: Placement) -> PreTrainedModel:
+    """The model, placed and frozen.
+
+    Raises:
+        ModelFilesError: The checkpoint lacks weights; transformers would make them up.
+    """
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        files.folder,
+        dtype=placement.dtype or "auto",
+        device_map=placement.device_map,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        msg = (
+            f"the checkpoint of {files.name} at {files.folder} lacks {len(missing)} weights "
+            f"({', '.join(missing[:3])}, ...); it is incomplete or of another architecture"
+        )
+        raise ModelFilesError(msg)
+    # a model that accelerate has spread, or whose weights are packed, must not be moved
+    if placement.device is not None and not getattr(model, "is_quantized", False):
+        model.to(placement.device)
+    model.eval()
+    model.requires_grad_(False)
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _load_errors(files: ModelFiles) -> Iterator[None]:
+    """One clear error for whatever the libraries raise on a bad directory."""
+    where = f"{files.name} at {files.folder}"
+    try:
+        yield
+    except ModelError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        msg = (
+            f"{where} does not fit the memory of its device ({_first_line(error)}); use "
+            "dtype='bfloat16', a device_map, or a smaller model"
+        )
+        raise ModelError(msg) from error
+    except ImportError as error:
+        msg = f"loading {where} needs a package that is not installed: {_first_line(error)}"
+        raise ModelError(msg) from error
+    except Exception as error:  # safetensors, tokenizers, torch and transformers each have theirs
+        msg = (
+            f"could not load {where}: {_first_line(error)}. Files found: {_listing(files.folder)}; "
+            "if one is damaged or missing, fetch the model again"
+        )
+        raise ModelFilesError(msg) from error
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Without transformers' own bars and notes; its settings are put back."""
+    log = transformers.utils.logging
+    had_bars, verbosity = log.is_progress_bar_enabled(), log.get_verbosity()
+    log.disable_progress_bar()
+    log.set_verbosity_error()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if had_bars:
+            log.enable_progress_bar()
+
+
+def _listing(folder: Path) -> str:
+    return ", ".join(sorted(path.name for path in folder.iterdir())[:12])
+
+
+def _first_line(error: Any) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
