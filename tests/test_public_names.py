@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,9 @@ DESIGNED = {
     "prune",
     "keep_only",
     "backtrack",
+    "aprune",
+    "akeep_only",
+    "abacktrack",
     "current_step",
     "CacheConfig",
 }
@@ -66,7 +70,7 @@ def loaded_after(statement: str) -> set[str]:
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONPATH": str(Path(sidequest_langchain.__file__).parents[1]), "PATH": ""},
+        env={**os.environ, "PYTHONPATH": str(Path(sidequest_langchain.__file__).parents[1])},
     )
     return set(done.stdout.split())
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from sidequest_langchain.config import CacheConfig
     from sidequest_langchain.graph import (
         SideQuestCallbackHandler,
+        abacktrack,
+        akeep_only,
+        aprune,
         attach,
         backtrack,
         branch,
@@ -28,7 +31,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "CacheConfig": "config",
     "SideQuestCallbackHandler": "graph",
-    "SideQuestChatModel": "chat",
+    "SideQuestChatModel": "chat.model",
+    "abacktrack": "graph",
+    "akeep_only": "graph",
+    "aprune": "graph",
     "attach": "graph",
     "backtrack": "graph",
     "branch": "graph",
@@ -43,6 +49,9 @@ __all__ = [
     "SideQuestCallbackHandler",
     "SideQuestChatModel",
     "__version__",
+    "abacktrack",
+    "akeep_only",
+    "aprune",
     "attach",
     "backtrack",
     "branch",

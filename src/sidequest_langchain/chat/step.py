@@ -6,10 +6,10 @@ It must not know the engine. LangGraph itself is not imported: its metadata is p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import var_child_runnable_config
@@ -21,7 +21,6 @@ BRANCH: ContextVar[tuple[str, str | None] | None] = ContextVar("sidequest_branch
 """(branch, parent branch) of the model calls made here; `graph.branch()` sets it."""
 
 _CALL_CONFIG: ContextVar[RunnableConfig | None] = ContextVar("sidequest_call_config", default=None)
-T = TypeVar("T")
 
 
 class HasMetadata(Protocol):
@@ -83,12 +82,14 @@ def scope_of(isolation: Isolation, run_manager: HasMetadata | None = None) -> st
 
 def _sources(run_manager: HasMetadata | None) -> Iterator[Mapping[str, Any]]:
     """Where a fact may stand: the running config, the run manager, the config of the call."""
-    for config in (var_child_runnable_config.get(), None, _CALL_CONFIG.get()):
-        if config is None:
-            yield _mapping(getattr(run_manager, "metadata", None))
-        else:
-            yield _mapping(config.get("configurable"))
-            yield _mapping(config.get("metadata"))
+    yield from _of_config(var_child_runnable_config.get())
+    yield _mapping(getattr(run_manager, "metadata", None))
+    yield from _of_config(_CALL_CONFIG.get())
+
+
+def _of_config(config: object) -> Iterator[Mapping[str, Any]]:
+    yield _mapping(_mapping(config).get("configurable"))
+    yield _mapping(_mapping(config).get("metadata"))
 
 
 def _first(sources: list[Mapping[str, Any]], key: str) -> str | None:
@@ -101,15 +102,11 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 def _text(value: object) -> str | None:
     """Ids are told apart by their text, as LangGraph's savers do; a broken one is no id."""
-    return None if value is None else _safely(lambda: str(value))
+    try:
+        return None if value is None else str(value)
+    except Exception:  # a label is a courtesy: it must not cost the answer
+        return None
 
 
 def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _safely(read: Callable[[], T]) -> T | None:
-    try:
-        return read()
-    except Exception:  # a label is a courtesy: it must not cost the answer
-        return None

@@ -7,13 +7,19 @@ LangChain's messages or the engine.
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from sidequest_langchain.engine.spelling import leaves_open, spelling_of, token_bytes
+from sidequest_langchain.engine.spelling import (
+    Spelling,
+    leaves_open,
+    spelling_of,
+    token_bytes,
+)
 from sidequest_langchain.errors import TemplateError
 
 Template = str | dict[str, str]
@@ -56,6 +62,7 @@ class ChatTokenizer:
         joined = self._encode_alone("\nab", control_tokens=True)
         apart = self._newline_ids + self._encode_alone("ab", control_tokens=True)
         self._marks_text_start = joined != apart
+        self._borders = self._find_borders()
 
     @property
     def name(self) -> str:
@@ -101,6 +108,17 @@ class ChatTokenizer:
             if ids[:n_newline] == self._newline_ids:
                 return ids[n_newline:]
         return self._encode_alone(text, control_tokens=control_tokens)
+
+    def sections(self, text: str) -> list[str]:
+        """`text` in parts whose ids, put together, are those of the whole.
+
+        The cuts are at special tokens, where the tokenizer cuts before anything else. A part can
+        be remembered: a longer conversation holds the parts of the shorter one. One part only
+        where the tokenizer gives no such promise.
+        """
+        if self._borders is None:
+            return [text]
+        return [part for part in self._borders.split(text) if part]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`, never "cleaned up": what was generated is what is returned."""
@@ -166,6 +184,17 @@ class ChatTokenizer:
             )
             raise TemplateError(msg) from error
         return str(text)
+
+    def _find_borders(self) -> re.Pattern[str] | None:
+        added = self._tokenizer.added_tokens_decoder.values()
+        special = sorted((t.content for t in added if t.special), key=len, reverse=True)
+        is_simple = self._backend is not None and self._spelling is Spelling.BYTES
+        is_simple = is_simple and not self._marks_text_start and bool(special)
+        for token in added:
+            has_habits = token.lstrip or token.rstrip or token.single_word or token.normalized
+            is_longer = any(s in token.content and s != token.content for s in special)
+            is_simple = is_simple and not (is_longer or (token.special and has_habits))
+        return re.compile(f"({'|'.join(map(re.escape, special))})") if is_simple else None
 
     def _template_for(self, has_tools: bool) -> str:  # noqa: FBT001
         if not self._template:

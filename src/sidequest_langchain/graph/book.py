@@ -136,6 +136,15 @@ class RunBook:
             return run.root.branches
         return self._branches.setdefault(run.thread_id, BranchLedger)
 
+    def open_branch(self, run_id: UUID, branch: str, parent: str | None) -> None:
+        """A branch was opened in a run."""
+        ledger = self.ledger(run_id)
+        if ledger is not None:
+            ledger.open(branch, parent)
+            step = self.runs[run_id].step
+            if step is not None:
+                step.branches[branch] = None
+
     def stage(self, run_id: UUID, plan: PrunePlan) -> bool:
         """Keep a prune until the step that asked for it ends well; `False`: there is no step."""
         run = self.runs.get(run_id)
@@ -206,7 +215,8 @@ class RunBook:
         else:
             root.unfinished.add(step.visit)
         n_dropped = 0 if ended_well else len(step.staged)
-        figures = asdict(step.totals) | {"outcome": outcome, "n_prunes_dropped": n_dropped}
+        figures: dict[str, Any] = {"outcome": outcome, "branches": list(step.branches)}
+        figures |= asdict(step.totals) | {"n_prunes_dropped": n_dropped}
         # The event first: what is released is reported after the step that let it go has ended.
         effects.sort(key=lambda effect: not isinstance(effect, Emit))
         n_emits = sum(isinstance(effect, Emit) for effect in effects)
@@ -238,6 +248,7 @@ class RunBook:
         thread_id = step.ref.thread_id if step else None
         ledger = root.branches if thread_id is None else self._branches.get(thread_id)
         if ledger is not None:
+            plan = replace(plan, descendants=ledger.descendants(plan.paths))
             ledger.forget(plan.targets)
         return carry_out(plan, root, step)
 

@@ -72,6 +72,4 @@ class BranchLedger:
         kept = tuple(kept)
         parents = {self.parent_of(b) for b in kept} if under is None else set(under)
         safe = {above for branch in kept for above in self.lineage(branch)}
-        return tuple(
-            b for b, above in self._parents.items() if above in parents and b not in safe
-        )
+        return tuple(b for b, above in self._parents.items() if above in parents and b not in safe)

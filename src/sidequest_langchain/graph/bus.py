@@ -9,19 +9,26 @@ know what the events mean.
 from __future__ import annotations
 
 import asyncio
-import logging
+import inspect
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import UUID
 
-from langchain_core.callbacks import AsyncCallbackManager, BaseCallbackManager, CallbackManager
+from langchain_core.callbacks import (
+    AsyncCallbackHandler,
+    AsyncCallbackManager,
+    BaseCallbackHandler,
+    BaseCallbackManager,
+    CallbackManager,
+)
+from langchain_core.callbacks.base import RunManagerMixin
 
 from sidequest_langchain.graph.events import KVEvent
-
-logger = logging.getLogger(__name__)
 
 MAX_WAITING = 4096
 """Events kept for a run in which nothing ever ran inside a node; the oldest go first."""
@@ -102,10 +109,15 @@ class EventBus:
                 self._is_busy.release()
 
     def _dispatch(self, event: KVEvent, origin: Origin) -> None:
-        manager = self._manager(CallbackManager, origin)
+        manager = CallbackManager(
+            handlers=self._hearers(origin),
+            parent_run_id=origin.run_id,
+            tags=list(origin.tags),
+            metadata=dict(origin.metadata or {}),
+        )
         try:
             manager.on_custom_event(event.name, event.data, run_id=origin.run_id)
-        except Exception as error:  # noqa: BLE001 - a foreign handler's failure is not ours
+        except Exception as error:
             self._on_error(error)
 
     def _start_task(self) -> None:
@@ -124,21 +136,41 @@ class EventBus:
                 self._is_busy.release()
 
     async def _adispatch(self, event: KVEvent, origin: Origin) -> None:
-        manager = self._manager(AsyncCallbackManager, origin)
-        try:
-            await manager.on_custom_event(event.name, event.data, run_id=origin.run_id)
-        except Exception as error:  # noqa: BLE001 - a foreign handler's failure is not ours
-            self._on_error(error)
+        # Not by the asynchronous manager: it takes several turns of the loop for each event,
+        # and the last node's events would come after the end of the graph.
+        for handler in self._hearers(origin):
+            try:
+                await _tell(handler, event, origin)
+            except Exception as error:
+                self._on_error(error)
 
-    def _manager(self, kind: type[Any], origin: Origin) -> Any:
+    def _hearers(self, origin: Origin) -> list[BaseCallbackHandler]:
         known = self._managers.get(origin.graph_run_id) or self._first
         heard = [] if known is None else known.inheritable_handlers
-        return kind(
-            handlers=[h for h in heard if not h.ignore_custom_event],
-            parent_run_id=origin.run_id,
-            tags=list(origin.tags),
-            metadata=dict(origin.metadata or {}),
-        )
+        return [handler for handler in heard if _hears(handler)]
+
+
+def _hears(handler: BaseCallbackHandler) -> bool:
+    """Whether a handler does anything with such an event."""
+    silent = (RunManagerMixin.on_custom_event, AsyncCallbackHandler.on_custom_event)
+    return not handler.ignore_custom_event and type(handler).on_custom_event not in silent
+
+
+async def _tell(handler: BaseCallbackHandler, event: KVEvent, origin: Origin) -> None:
+    act = partial(
+        handler.on_custom_event,
+        event.name,
+        event.data,
+        run_id=origin.run_id,
+        tags=list(origin.tags),
+        metadata=dict(origin.metadata or {}),
+    )
+    if inspect.iscoroutinefunction(handler.on_custom_event):
+        await act()
+    elif handler.run_inline:
+        act()
+    else:
+        await asyncio.get_running_loop().run_in_executor(None, copy_context().run, act)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -47,7 +47,15 @@ def emit(root: Root, step: Step | None, name: EventName, data: dict[str, Any]) -
     who: dict[str, Any] = {"run_id": str(root.run_id), "n_event": root.n_events}
     root.n_events += 1
     if step is not None:
-        who |= step.ref.to_json()
+        ref = step.ref
+        who |= {
+            "thread_id": ref.thread_id,
+            "checkpoint_ns": ref.checkpoint_ns,
+            "task_id": ref.task_id,
+            "node": ref.node,
+            "step": ref.step,
+            "attempt": ref.attempt,
+        }
     audience = root.audience if step is None else step.audience
     event = KVEvent(name=name, data=who | data)
     return Emit(event=event, audience=tuple(audience), root=root, step=step)

@@ -21,7 +21,7 @@ from sidequest_langchain.graph.branches import BranchLedger
 from sidequest_langchain.graph.bus import Origin
 from sidequest_langchain.graph.effects import Effect, Emit, Post, emit
 from sidequest_langchain.graph.retention import Retention
-from sidequest_langchain.graph.runs import CallTotals, Listener, PrunePlan, Root, Run, Started
+from sidequest_langchain.graph.runs import CallTotals, Listener, PrunePlan, Run, Started
 from sidequest_langchain.kv.receipts import ReleaseReceipt
 from sidequest_langchain.labels import PathSelector
 
@@ -118,11 +118,11 @@ class Lifecycle:
     def open_branch(self, run_id: UUID, branch: str, parent: str | None) -> None:
         """A branch was opened in a run."""
         with self._lock:
-            ledger = self._book.ledger(run_id)
-            if ledger is not None:
-                ledger.open(branch, parent)
+            self._book.open_branch(run_id, branch, parent)
 
-    def read_branches(self, run_id: UUID, read: Callable[[BranchLedger], Any]) -> Any:
+    def read_branches(
+        self, run_id: UUID, read: Callable[[BranchLedger], tuple[str, ...]]
+    ) -> tuple[str, ...]:
         """What `read` finds in the branches of a run's thread."""
         with self._lock:
             return read(self._book.ledger(run_id) or BranchLedger())
@@ -185,7 +185,7 @@ class Lifecycle:
         """Tell what a release freed; in the engine's thread, so it must not raise or wait."""
         error = done.exception()
         if error is not None:
-            for listener in _audience(post.root):
+            for listener in tuple(post.root.audience):
                 listener.fail(error)
             return
         receipt = done.result()
@@ -200,10 +200,19 @@ class Lifecycle:
             len(receipt.segments),
         )
         with self._lock:
-            effect = emit(post.root, post.step, "sidequest.release", receipt.to_json())
+            effect = emit(post.root, post.step, "sidequest.release", _released(receipt))
         self._tell(effect)
         post.root.bus.flush_soon()
 
 
-def _audience(root: Root) -> list[Listener]:
-    return list(root.audience)
+def _released(receipt: ReleaseReceipt) -> dict[str, Any]:
+    return {
+        "path": receipt.path,
+        "reason": receipt.reason,
+        "segments": list(receipt.segments),
+        "tokens": receipt.freed_tokens,
+        "bytes": receipt.freed_bytes,
+        "n_paths": receipt.n_paths,
+        "n_deferred": receipt.n_deferred,
+        "exact": receipt.exact,
+    }

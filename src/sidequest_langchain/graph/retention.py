@@ -1,12 +1,12 @@
 """Which paths go when a step or a run ends. It must not know how a run is followed.
 
-    a step ends well       what its earlier attempts left goes (an interrupt's own paths stay
-                           until the resumed attempt has ended well: it hits them)
-    a run ends             retain="run": everything it made, and what interrupted runs before it
-                           made on the same thread; retain="thread": only what steps made that
-                           failed or were cancelled, for that is nobody's history
-    a run is interrupted   nothing goes
-    a call ends later      than the run it belongs to: what it made goes if the run's went
+a step ends well       what its earlier attempts left goes (an interrupt's own paths stay
+                       until the resumed attempt has ended well: it hits them)
+a run ends             retain="run": everything it made, and what interrupted runs before it
+                       made on the same thread; retain="thread": only what steps made that
+                       failed or were cancelled, for that is nobody's history
+a run is interrupted   nothing goes
+a call ends later      than the run it belongs to: what it made goes if the run's went
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import UUID
 
@@ -60,7 +60,12 @@ class PrunePlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values."""
-        return asdict(self)
+        return {
+            "paths": list(self.paths),
+            "descendants": list(self.descendants),
+            "reason": self.reason,
+            "back_to": self.back_to,
+        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,6 +156,8 @@ class Step:
     started: Started
     audience: list[Listener]
     start_event: KVEvent | None = None
+    branches: dict[str, None] = field(default_factory=dict)
+    """Branches opened in it, in order."""
     staged: list[PrunePlan] = field(default_factory=list)
     totals: CallTotals = field(default_factory=CallTotals)
 

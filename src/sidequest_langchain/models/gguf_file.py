@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
-def from_gguf(file: Path, *, report: Report = silent, convert: Convert = convert_gguf) -> Path:
+def from_gguf(file: Path, *, progress: Report = silent, convert: Convert = convert_gguf) -> Path:
     """The model directory of a `.gguf` file, converted at the first call.
 
     Args:
         file: The file; it is read, never changed.
-        report: Hears the progress.
+        progress: Hears the progress.
         convert: Converts a `.gguf` file.
 
     Returns:
@@ -44,18 +44,18 @@ def from_gguf(file: Path, *, report: Report = silent, convert: Convert = convert
         msg = f"{file.name} is one shard of several; join them first (llama-gguf-split --merge)"
         raise ModelFilesError(msg)
     with file_errors(f"read {file.name}", file):
-        sha256 = _sha256_of(file.resolve(strict=True), report)
+        sha256 = _sha256_of(file.resolve(strict=True), progress)
     key = f"{re.sub(r'[^A-Za-z0-9._-]', '_', file.stem)}-{sha256[:12]}"
     place = model_folder(key)
     if _is_whole(place, sha256):
         return place
-    with sole_maker(key, report):
+    with sole_maker(key, progress):
         if not _is_whole(place, sha256):
             size = in_units(file.stat().st_size)
-            report(Stage(text=f"converting {file.name} ({size}), once; about 2 min per GB"))
+            progress(Stage(text=f"converting {file.name} ({size}), once; about 2 min per GB"))
             origin = Origin(name=file.stem, sha256=sha256, source=str(file.absolute()))
             with staging(key) as scratch:
-                make_model(file.absolute(), place, scratch, origin, convert, report)
+                make_model(file.absolute(), place, scratch, origin, convert, progress)
     return place
 
 
@@ -67,7 +67,7 @@ def _is_whole(place: Path, sha256: str) -> bool:
         return False
 
 
-def _sha256_of(file: Path, report: Report) -> str:
+def _sha256_of(file: Path, progress: Report) -> str:
     """The sha256 of a file, remembered as long as its size and time of change stay."""
     facts = file.stat()
     stamp = {"path": str(file), "size": facts.st_size, "mtime_ns": facts.st_mtime_ns}
@@ -81,7 +81,7 @@ def _sha256_of(file: Path, report: Report) -> str:
         pass  # not seen before
     text = f"reading {file.name}"
     digest = file_sha256(
-        file, lambda n: report(Stage(text=text, done_bytes=n, total_bytes=facts.st_size))
+        file, lambda n: progress(Stage(text=text, done_bytes=n, total_bytes=facts.st_size))
     )
     try:
         note.parent.mkdir(parents=True, exist_ok=True)

@@ -53,14 +53,16 @@ def _parse_once() -> None:
     Changes the gguf module of this process, which serves nothing else.
     """
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # type: ignore[assignment, misc]
-    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)  # type: ignore[assignment]
+    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
 
 def _end_with_parent() -> None:
     """End this process when its standard input closes: the parent has died."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        # the bare descriptor: a thread inside sys.stdin makes the interpreter's end fail
+        while os.read(0, 1024):
+            pass
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -43,7 +43,7 @@ def kept_gguf(key: str) -> Path:
 
 
 @contextmanager
-def sole_maker(key: str, report: Report) -> Iterator[None]:
+def sole_maker(key: str, progress: Report) -> Iterator[None]:
     """Hold the lock of `key`; says so while another process holds it.
 
     The operating system drops the lock of a process that dies.
@@ -58,7 +58,7 @@ def sole_maker(key: str, report: Report) -> Iterator[None]:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            report(Stage(text=f"waiting for another process that is making {key}"))
+            progress(Stage(text=f"waiting for another process that is making {key}"))
             lock.acquire()
     try:
         yield

@@ -130,9 +130,7 @@ def _from_cache(repo: str, revision: str | None, why: str) -> HubSnapshot:
 
 def _download(repo: str, commit: str, files: list[str]) -> Path:
     try:
-        return Path(
-            huggingface_hub.snapshot_download(repo, revision=commit, allow_patterns=files)
-        )
+        return Path(huggingface_hub.snapshot_download(repo, revision=commit, allow_patterns=files))
     except Exception as error:
         msg = f"could not download {repo} from the Hub: {_first_line(error)}; try again"
         raise ModelFilesError(msg) from error

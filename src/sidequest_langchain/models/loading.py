@@ -48,7 +48,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     device_map: DeviceMap | None = None,
-    report: Report | None = None,
+    progress: Report | None = None,
 ) -> LoadedModel:
     """Load a model, fetching and converting it first if it is not here.
 
@@ -60,7 +60,7 @@ def load(
             as the checkpoint was saved.
         device: `"cpu"`, `"cuda:0"`, `"mps"`; `"auto"` is the best one there.
         device_map: Spread over devices by accelerate, instead of `device`.
-        report: Hears the progress of a pull; `None` shows bars on a terminal, and logs elsewhere.
+        progress: Hears the progress of a pull; `None` shows bars on a terminal, and logs elsewhere.
 
     Raises:
         UnknownModelError: The reference means nothing here.
@@ -73,7 +73,7 @@ def load(
     _require_accelerate(device_map)
     # asked for now so that a wrong dtype or device is said before anything is downloaded
     choose_placement(dtype=dtype, device=device, device_map=device_map, was_unpacked=False)
-    files = obtain(reference, revision=revision, report=report, judge=judge_checkpoint)
+    files = obtain(reference, revision=revision, progress=progress, judge=judge_checkpoint)
     placement = choose_placement(
         dtype=dtype, device=device, device_map=device_map, was_unpacked=files.digest is not None
     )
@@ -104,7 +104,7 @@ def _load_weights(files: ModelFiles, placement: Placement) -> PreTrainedModel:
     Raises:
         ModelFilesError: The checkpoint lacks weights; transformers would make them up.
     """
-    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         files.folder,
         dtype=placement.dtype or "auto",
         device_map=placement.device_map,
@@ -112,7 +112,8 @@ def _load_weights(files: ModelFiles, placement: Placement) -> PreTrainedModel:
         trust_remote_code=False,
         output_loading_info=True,
     )
-    missing = sorted(found["missing_keys"])
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
     if missing:
         msg = (
             f"the checkpoint of {files.name} at {files.folder} lacks {len(missing)} weights "
@@ -121,10 +122,10 @@ def _load_weights(files: ModelFiles, placement: Placement) -> PreTrainedModel:
         raise ModelFilesError(msg)
     # a model that accelerate has spread, or whose weights are packed, must not be moved
     if placement.device is not None and not getattr(model, "is_quantized", False):
-        model.to(placement.device)
-    model.eval()
-    model.requires_grad_(False)
-    return model  # type: ignore[no-any-return]
+        model.to(placement.device)  # type: ignore[arg-type]
+    model.train(mode=False)
+    model.requires_grad_(requires_grad=False)
+    return model
 
 
 @contextmanager
@@ -155,7 +156,7 @@ def _load_errors(files: ModelFiles) -> Iterator[None]:
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
     """Without transformers' own bars and notes; its settings are put back."""
-    log = transformers.utils.logging
+    log: Any = transformers.utils.logging
     had_bars, verbosity = log.is_progress_bar_enabled(), log.get_verbosity()
     log.disable_progress_bar()
     log.set_verbosity_error()
@@ -171,5 +172,5 @@ def _listing(folder: Path) -> str:
     return ", ".join(sorted(path.name for path in folder.iterdir())[:12])
 
 
-def _first_line(error: Any) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_model(
-    blob: Path, place: Path, scratch: Path, origin: Origin, convert: Convert, report: Report
+    blob: Path, place: Path, scratch: Path, origin: Origin, convert: Convert, progress: Report
 ) -> None:
     """Convert `blob` in `scratch` and move the result to `place`, whole or not at all.
 
@@ -31,7 +31,7 @@ def make_model(
         scratch: A folder of the same file system.
         origin: What the manifest says about the bytes.
         convert: Does the conversion.
-        report: Hears the progress.
+        progress: Hears the progress.
 
     Raises:
         ModelError: The conversion or the disk failed; `place` is as it was.
@@ -39,8 +39,8 @@ def make_model(
     made, began_s = scratch / "model", time.monotonic()
     with file_errors(f"write {origin.name}", made):
         made.mkdir()
-        convert(blob, made, lambda doing: report(Stage(text=f"  {doing}")))
-        report(Stage(text="  checking what was written"))
+        convert(blob, made, lambda doing: progress(Stage(text=f"  {doing}")))
+        progress(Stage(text="  checking what was written"))
         manifest = make_manifest(made, origin, converter=f"transformers {version('transformers')}")
     if not {"config.json", "tokenizer.json"} <= manifest.files.keys():
         msg = f"could not convert {blob.name}: found only {', '.join(manifest.files) or 'nothing'}"

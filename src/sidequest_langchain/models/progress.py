@@ -126,10 +126,10 @@ def on_console(console: Console) -> Iterator[Report]:
 
 
 @contextmanager
-def shown(report: Report | None) -> Iterator[Report]:
+def shown(progress: Report | None) -> Iterator[Report]:
     """The report to use: the one given, else bars where someone looks, else log lines."""
-    if report is not None:
-        yield report
+    if progress is not None:
+        yield progress
         return
     console = Console(stderr=True)
     if console.is_terminal or console.is_jupyter:

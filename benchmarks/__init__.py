@@ -1,0 +1,1 @@
+"""Measurements side by side: each prints a table and, as its last line, one JSON document."""

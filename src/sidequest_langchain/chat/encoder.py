@@ -1,0 +1,48 @@
+"""Ids of the parts of a prompt, remembered: a conversation is encoded once, then only what is new.
+
+It must not know messages or templates.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from sidequest_langchain.engine.tokenizer import ChatTokenizer
+
+_MOST_CHARS = 4_000_000
+
+
+class SectionEncoder:
+    """Encodes text as its tokenizer does; the least recently used parts are forgotten."""
+
+    def __init__(self, tokenizer: ChatTokenizer, *, n_most_chars: int = _MOST_CHARS) -> None:
+        self._tokenizer = tokenizer
+        self._n_most_chars = n_most_chars
+        self._n_chars = 0
+        self._known: OrderedDict[tuple[str, bool], tuple[int, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, *, follows_text: bool) -> list[int]:
+        """Ids of `text`; see `ChatTokenizer.encode`."""
+        ids: list[int] = []
+        for section in self._tokenizer.sections(text):
+            ids += self._section(section, follows_text or bool(ids))
+        return ids
+
+    def _section(self, section: str, follows_text: bool) -> tuple[int, ...]:  # noqa: FBT001
+        key = (section, follows_text)
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+                return known
+        ids = tuple(self._tokenizer.encode(section, follows_text=follows_text))
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = ids
+                self._n_chars += len(section)
+            while self._n_chars > self._n_most_chars and len(self._known) > 1:
+                (old, _), _ = self._known.popitem(last=False)
+                self._n_chars -= len(old)
+        return ids
