@@ -12,19 +12,25 @@ import torch
 
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.request import GenerationRequest, GenerationResult
+from sidequest_langchain.errors import RequestCancelledError
 from tests.engine.driving import (
     ask,
     audit,
     ids,
+    longest_head,
     model_of,
+    n_distinct,
+    recorded,
     resident,
     right_answer,
     run,
     run_together,
     stored,
+    submit_all,
     token_bytes,
 )
 from tests.support import oracle
+from tests.support.force import force
 
 TRUNK = ids(30)
 SUFFIXES = {"one": ids(1, 1), "five": ids(5, 2), "seventeen": ids(17, 3)}
@@ -57,13 +63,11 @@ def check_cold_and_warm(engine: Engine, family: str) -> None:
     result = check_answer(engine, family, cold, n_reused=0)
     kept = stored(cold, result)
     audit(engine, [kept])
-    before = engine.kv.usage()
-    assert before.n_bytes == len(kept) * token_bytes(model_of(family))
+    assert engine.kv.usage().n_bytes == len(kept) * token_bytes(model_of(family))
     for _ in range(2):
         check_answer(engine, family, ask(ids(40), 12), n_reused=40)
         audit(engine, [kept])
-        after = engine.kv.usage()
-        assert (after.n_bytes, after.n_segments) == (before.n_bytes, before.n_segments)
+        assert engine.kv.usage().n_segments == 2, "the prompt, and its one answer"
 
 
 def check_partly_reused(engine: Engine, family: str) -> None:
@@ -154,7 +158,9 @@ def check_around_windows(engine: Engine, family: str) -> None:
         paths.append(stored(request, result))
     for n_head in (8, 40):
         request = ask([*ids(n_head, seed=4), *ids(25, seed=6)], 8)
-        paths.append(stored(request, check_answer(engine, family, request, n_reused=n_head)))
+        n_reused = longest_head(request.prompt_ids, paths)
+        assert n_reused >= n_head
+        paths.append(stored(request, check_answer(engine, family, request, n_reused=n_reused)))
     audit(engine, paths)
 
 
@@ -201,7 +207,7 @@ def check_logprobs(family: str, request: GenerationRequest, result: GenerationRe
     full = [*request.prompt_ids, *result.token_ids]
     logits = oracle.logits(model_of(family), full)[len(request.prompt_ids) - 1 :]
     expected = torch.log_softmax(logits, -1)
-    assert len(result.logprobs) == len(result.token_ids) > 0
+    assert len(result.logprobs) == len(result.token_ids)
     for found, token_id, row in zip(result.logprobs, result.token_ids, expected, strict=False):
         assert found.token_id == token_id
         assert abs(found.logprob - float(row[token_id])) <= 1e-4
@@ -210,3 +216,63 @@ def check_logprobs(family: str, request: GenerationRequest, result: GenerationRe
         for (top_id, _, _, logprob), value in zip(found.top, best.values, strict=True):
             assert abs(logprob - float(value)) <= 1e-4
             assert abs(float(row[top_id]) - float(value)) <= 1e-4
+
+
+def check_short_common_head(engine: Engine, family: str) -> None:
+    """A head too short to wait for: computed by each request of the batch, stored once."""
+    requests = [ask([*ids(10), *ids(6, seed=n)], 3 + n) for n in (1, 2, 3)]
+    results = run_together(engine, requests)
+    for request, result in zip(requests, results, strict=True):
+        check_result(family, request, result)
+        assert resident(engine)[request.label.call_id] == stored(request, result)
+    audit(engine, map(stored, requests, results))
+    for request in requests:
+        check_answer(engine, family, ask(request.prompt_ids, 7), n_reused=16)
+
+
+def check_release_of_inner_path(engine: Engine, family: str) -> None:
+    """What stands on a released path lives on; only what nobody needs goes."""
+    inner = ask(ids(20), 10, call="inner")
+    answer = check_answer(engine, family, inner, n_reused=0)
+    outer = ask([*ids(20), *answer.token_ids[:4], *ids(8, seed=7)], 5, call="outer")
+    result = check_answer(engine, family, outer, n_reused=24)
+    check_release(engine, "inner", n_tokens=len(stored(inner, answer)) - 24)
+    audit(engine, [stored(outer, result)])
+    check_answer(engine, family, ask(outer.prompt_ids, 5), n_reused=len(outer.prompt_ids))
+    again = ask([*outer.prompt_ids, *ids(3, seed=8)], 5, call="again")
+    check_answer(engine, family, again, n_reused=len(outer.prompt_ids))
+
+
+def check_scopes(engine: Engine, family: str) -> None:
+    """Equal prompts in two scopes: nothing is shared, and a release leaves the other alone."""
+    for scope in ("one", "two"):
+        check_answer(engine, family, ask(ids(30), 5, scope=scope, call=scope), n_reused=0)
+        check_answer(engine, family, ask(ids(30), 5, scope=scope), n_reused=30)
+    assert engine.kv.usage().n_tokens == 2 * n_distinct(resident(engine).values())
+
+
+def check_cancelled(engine: Engine, family: str) -> None:
+    """A request that is cancelled as pass 4 begins runs no other pass and leaves nothing."""
+    trunk = ask(ids(20), 1)
+    paths = [stored(trunk, check_answer(engine, family, trunk, n_reused=0))]
+    prompt = [*ids(20), *ids(6, seed=3)]
+    with recorded(model_of(family), lambda n: ticket.cancel() if n == 4 else None) as passes:
+        [(listener, ticket)] = submit_all(engine, [ask(prompt, 50, ignore_eos=True)])
+        assert isinstance(listener.outcome(), RequestCancelledError)
+        audit(engine, paths)
+    assert len(passes) == 4
+    check_answer(engine, family, ask(prompt, 6), n_reused=20)
+
+
+def check_stop(engine: Engine, family: str) -> None:
+    """Tokens of a stop string are not kept, and the next turn stands on what is."""
+    encode = engine.tokenizer.encode
+    kept = encode("The plan")
+    script = [*kept, *(token for letter in "END" for token in encode(letter)), *encode(" more")]
+    request = ask(ids(20), 30, stop=("END",))
+    with force(model_of(family), script):
+        result = run(engine, request)
+    assert (result.text, result.finish_reason) == ("The plan", "stop")
+    assert list(result.kept_ids) == kept
+    audit(engine, [[*ids(20), *kept]])
+    check_answer(engine, family, ask([*ids(20), *kept, 7, 8], 6), n_reused=20 + len(kept))

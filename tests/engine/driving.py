@@ -230,6 +230,11 @@ def n_distinct(paths: Iterable[Sequence[int]]) -> int:
     return len(heads)
 
 
+def longest_head(prompt: Sequence[int], paths: Iterable[Sequence[int]]) -> int:
+    """Tokens of a prompt that are a head of some path."""
+    return max(n for path in paths for n in range(len(prompt) + 1) if prompt[:n] == path[:n])
+
+
 def audit(engine: Engine, paths: Iterable[Sequence[int]] | None = None) -> None:
     """Check an idle engine's books against the tensors that are really there.
 

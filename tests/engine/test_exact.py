@@ -27,6 +27,11 @@ CHECKS = (
     checks.check_around_windows,
     checks.check_prune_and_return,
     checks.check_logits,
+    checks.check_short_common_head,
+    checks.check_release_of_inner_path,
+    checks.check_scopes,
+    checks.check_cancelled,
+    checks.check_stop,
 )
 
 

@@ -6,8 +6,9 @@ branch, position, layer or head shows. It knows torch and `kv` only.
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -15,9 +16,8 @@ import torch
 from torch import Tensor
 
 from sidequest_langchain.kv.layout import KVLayout, LayerShape, bytes_per_token
-from sidequest_langchain.kv.path import Path
 from sidequest_langchain.kv.receipts import ReleaseReceipt
-from sidequest_langchain.kv.segment import Segment
+from sidequest_langchain.kv.segment import Path, Segment
 from sidequest_langchain.kv.tree import SegmentTree
 from sidequest_langchain.labels import PathSelector, StepLabel
 
@@ -35,7 +35,8 @@ def ids(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def rows_of(tokens: Sequence[int], first: int, layer: int) -> tuple[Tensor, Tensor]:
+@functools.cache
+def rows_of(tokens: tuple[int, ...], first: int, layer: int) -> tuple[Tensor, Tensor]:
     """K and V of `tokens[first:]` in one layer, `[H, S, D]`.
 
     A key holds its position and layer, a value the tokens up to it; both their head.
@@ -54,9 +55,9 @@ def rows_of(tokens: Sequence[int], first: int, layer: int) -> tuple[Tensor, Tens
     return k.to(shape.dtype), v.to(shape.dtype)
 
 
-def tokens_to(segment: Segment) -> list[int]:
+def tokens_to(segment: Segment) -> tuple[int, ...]:
     """The tokens from position 0 to the end of a segment."""
-    return [token for part in segment.path() for token in part.token_ids]
+    return tuple(token for part in segment.path() for token in part.token_ids)
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Grove:
                 self.feed(path, letter)
             return
         tip = path.tip
-        tokens = tokens_to(tip) + ids(text)
+        tokens = tokens_to(tip) + tuple(ids(text))
         self.tree.reserve(path, len(text))
         for layer in range(len(LAYOUT)):
             k, v = rows_of(tokens, tip.end, layer)
@@ -134,9 +135,7 @@ def resident_heads(tree: SegmentTree) -> set[tuple[str, tuple[int, ...]]]:
     heads = set()
     for segment in tree.segments():
         tokens = tokens_to(segment)
-        heads |= {
-            (segment.scope, tuple(tokens[:n])) for n in range(segment.start + 1, len(tokens) + 1)
-        }
+        heads |= {(segment.scope, tokens[:n]) for n in range(segment.start + 1, len(tokens) + 1)}
     return heads
 
 

@@ -55,8 +55,11 @@ def _with_results_as_text(turn: Turn) -> Turn:
 
 
 def _with_system_in_front(turns: list[Turn], *, has_system: bool) -> Iterator[Turn]:
-    """System turns joined: the leading ones into one, if there may be one; others into the next
-    user turn, or into one of their own where none follows."""
+    """System turns joined to what may hold them.
+
+    The leading ones become one, if there may be one. Others go into the next user turn, or into
+    one of their own where none follows.
+    """
     n_leading = next((i for i, turn in enumerate(turns) if turn.role != "system"), len(turns))
     if has_system and n_leading:
         yield _joined(turns[:n_leading])

@@ -1,11 +1,11 @@
-"""Invisible marks in what a template is given, to find in its output what came from where.
+r"""Invisible marks in what a template is given, to find in its output what came from where.
 
 Text of a message that spells a control token, and replies whose token ids are known, are put
 between marks; the template moves, strips or drops them as it pleases, and what is left of the
 marks tells. It must not know token ids.
 
     given     <L>The plan<R>           You type <[>EOS<]> to stop.
-    rendered  ...assistant\\n<L>The plan<R>EOS\\n user\\nYou type <[>EOS<]> to stop.EOS\\n
+    rendered  ...assistant\n<L>The plan<R>EOS\n user\nYou type <[>EOS<]> to stop.EOS\n
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sidequest_langchain.chat.messages import Piece, Turn
-from sidequest_langchain.engine.tokenizer import ChatTokenizer
 
 _PRIVATE = range(0xF0000, 0xFFFFE)
 """Code points that no text uses but by private agreement."""
@@ -33,15 +32,22 @@ class Span:
 class Pen:
     """Writes pieces with marks around control text, and reads the marks back."""
 
-    def __init__(self, tokenizer: ChatTokenizer, texts: Iterable[str]) -> None:
-        """Choose marks that occur in none of `texts`."""
+    def __init__(
+        self, *, structure: Iterable[str], special: Iterable[str], texts: Iterable[str]
+    ) -> None:
+        """Choose marks that occur in none of `texts`.
+
+        Args:
+            structure: Text of tokens that give a chat its structure.
+            special: Those of them that are never text, not even the assistant's.
+            texts: Everything that will be written.
+        """
         used = {char for text in texts for char in _IS_PRIVATE.findall(text)}
         self._free = (chr(code) for code in _PRIVATE if chr(code) not in used)
         opens, closes = next(self._free), next(self._free)
-        self._structure = _any_of(tokenizer.control_text)
-        self._special = _any_of(tokenizer.special_tokens)
+        self._structure, self._special = _any_of(structure), _any_of(special)
         self._marked = f"{opens}\\g<0>{closes}"
-        either = f"{self._structure.pattern}|{self._special.pattern}"
+        either = _any_of({*structure, *special}).pattern
         self._pieces = re.compile(f"{opens}({either}){closes}|[{opens}{closes}]")
 
     def write(self, turn: Turn, piece: Piece) -> str:
@@ -87,9 +93,7 @@ class Framed:
         self._texts = texts
         self._marks = marks
         self._is_inside = is_inside
-        self.framed = [
-            self._around(text, *pair) for text, pair in zip(texts, marks, strict=True)
-        ]
+        self.framed = [self._around(text, *pair) for text, pair in zip(texts, marks, strict=True)]
         """The texts with their marks."""
 
     def read(self, marked: str) -> tuple[str, list[Span | None]]:
@@ -101,23 +105,24 @@ class Framed:
         found: dict[str, list[int]] = {}
         parts = []
         last = n_before = 0
+        own = {mark for pair in self._marks for mark in pair}
         for match in _IS_PRIVATE.finditer(marked):
-            if match.group() not in self._own:
+            if match.group() not in own:
                 continue
             parts.append(marked[last : match.start()])
             found.setdefault(match.group(), []).append(match.start() - n_before)
             last, n_before = match.end(), n_before + 1
         rendered = "".join([*parts, marked[last:]])
         pairs = zip(self._texts, self._marks, strict=True)
-        return rendered, [self._span(rendered, t, found.get(o), found.get(c)) for t, (o, c) in pairs]
-
-    @property
-    def _own(self) -> frozenset[str]:
-        return frozenset(mark for pair in self._marks for mark in pair)
+        return rendered, [
+            self._span(rendered, t, found.get(o), found.get(c)) for t, (o, c) in pairs
+        ]
 
     def _around(self, text: str, opens: str, closes: str) -> str:
         start, end = self._core(text)
-        return f"{text[:start]}{opens}{text[start:end]}{closes}{text[end:]}" if start < end else text
+        return (
+            f"{text[:start]}{opens}{text[start:end]}{closes}{text[end:]}" if start < end else text
+        )
 
     def _core(self, text: str) -> tuple[int, int]:
         if not self._is_inside:

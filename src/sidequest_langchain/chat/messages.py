@@ -5,7 +5,7 @@ It must not know a template or a tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,15 +156,14 @@ def _has_results(message: BaseMessage) -> bool:
     return any(True for _ in _blocks(message, {_RESULT_BLOCK}))
 
 
-def _blocks(message: BaseMessage, kinds: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+def _blocks(message: BaseMessage, kinds: Collection[str]) -> Iterator[Mapping[str, Any]]:
     for block in _listed(message.content):
-        if isinstance(block, Mapping) and block.get("type") in kinds:
+        if isinstance(block, Mapping) and str(block.get("type")) in kinds:
             yield block
 
 
 def _text_of(message: BaseMessage) -> str:
-    """All text of a message; blocks are joined as they are, so that a string in blocks is the
-    string."""
+    """All text of a message; blocks are joined as they are, with nothing in between."""
     return _joined(_listed(message.content), type(message).__name__)
 
 

@@ -1,4 +1,4 @@
-"""Which graph step calls the model: read where LangGraph leaves it, never an error where it does not.
+"""Which graph step calls the model: read where LangGraph leaves it, never at the cost of an error.
 
 It must not know the engine. LangGraph itself is not imported: its metadata is plain data.
 """

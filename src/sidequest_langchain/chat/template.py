@@ -49,38 +49,39 @@ class Traits:
 
 def message_of(turn: Turn, *, has_argument_text: bool = False, write: Write | None = None) -> Any:
     """`turn` as the dict that chat templates read."""
-
-    def written(value: Any) -> Any:
-        if isinstance(value, str):
-            return value if write is None else write(turn, Piece(value))
-        if isinstance(value, Mapping):
-            return {key: written(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [written(item) for item in value]
-        return value
-
     pieces = [piece.text if write is None else write(turn, piece) for piece in turn.pieces]
     message: dict[str, Any] = {"role": turn.role, "content": "".join(pieces)}
-    if turn.tool_calls:
-        message["tool_calls"] = [
+    extras: dict[str, Any] = {
+        "reasoning_content": turn.reasoning or None,
+        "tool_call_id": turn.tool_call_id,
+        "name": turn.name,
+        "tool_calls": [
             {
                 "type": "function",
                 "id": call.call_id,
                 "function": {
-                    "name": written(call.name),
-                    "arguments": written(
-                        arguments_text(call) if has_argument_text else call.arguments
-                    ),
+                    "name": call.name,
+                    "arguments": arguments_text(call) if has_argument_text else call.arguments,
                 },
             }
             for call in turn.tool_calls
         ]
-    extras = {
-        "reasoning_content": turn.reasoning or None,
-        "tool_call_id": turn.tool_call_id,
-        "name": turn.name,
+        or None,
     }
-    return message | {key: written(value) for key, value in extras.items() if value is not None}
+    given = {key: value for key, value in extras.items() if value is not None}
+    return message | (given if write is None else written(given, turn, write))
+
+
+def written(value: Any, turn: Turn, write: Write) -> Any:
+    """`value` with every string in it written as a piece of `turn`."""
+    if isinstance(value, str):
+        return write(turn, Piece(value))
+    if isinstance(value, Mapping):
+        items = value.items()
+        return {written(key, turn, write): written(item, turn, write) for key, item in items}
+    if isinstance(value, list | tuple):
+        return [written(item, turn, write) for item in value]
+    return value
 
 
 def arguments_text(call: ToolCall) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from typing import TypeAlias
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -111,7 +111,7 @@ class Engine:
         self._core.add(sequence)
         return Ticket(self._core, sequence)
 
-    def stream(self, request: GenerationRequest) -> Iterator[TextDelta | Finished]:
+    def stream(self, request: GenerationRequest) -> Generator[TextDelta | Finished]:
         """Run a request and yield its events; closing the iterator cancels it.
 
         Raises:
@@ -130,7 +130,7 @@ class Engine:
         finally:
             ticket.cancel()
 
-    async def astream(self, request: GenerationRequest) -> AsyncIterator[TextDelta | Finished]:
+    async def astream(self, request: GenerationRequest) -> AsyncGenerator[TextDelta | Finished]:
         """Run a request and yield its events; cancelling the task cancels it.
 
         Raises:
@@ -171,8 +171,9 @@ class Engine:
         if len(ids) >= self.context_length:
             raise ContextLengthError(len(ids), self.context_length)
         if min(ids) < 0 or max(ids) >= self.vocab_size:
+            strange = min(ids) if min(ids) < 0 else max(ids)
             msg = (
-                f"the prompt holds token id {max(max(ids), -min(ids))}, but the model's vocabulary "
-                f"ends at {self.vocab_size - 1}; the tokenizer does not belong to this model"
+                f"the prompt holds token id {strange}, but the model's vocabulary goes from 0 to "
+                f"{self.vocab_size - 1}; the tokenizer does not belong to this model"
             )
             raise RequestError(msg)

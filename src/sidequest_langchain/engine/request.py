@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal, TypeAlias
 
 from sidequest_langchain.engine.constraint import Constraint
@@ -37,33 +38,54 @@ class SamplingParams:
     """Go on past the end-of-turn token: for benchmarks of a fixed length."""
 
     def __post_init__(self) -> None:
-        def check(ok: bool, what: str, found: object) -> None:  # noqa: FBT001
-            if not ok:
-                msg = f"{what}, found {found!r}"
-                raise RequestError(msg)
-
-        check(
-            math.isfinite(self.temperature) and self.temperature >= 0,
+        _require(
+            _is_number(self.temperature) and self.temperature >= 0,
             "temperature must be a finite number of at least 0",
             self.temperature,
         )
-        check(0 < self.top_p <= 1, "top_p must be above 0 and at most 1", self.top_p)
-        check(self.top_k is None or self.top_k >= 1, "top_k must be at least 1", self.top_k)
-        check(
-            self.max_tokens is None or self.max_tokens >= 1,
-            "max_tokens must be at least 1",
-            self.max_tokens,
+        _require(
+            _is_number(self.top_p) and 0 < self.top_p <= 1,
+            "top_p must be above 0 and at most 1",
+            self.top_p,
         )
-        check(
-            all(self.stop),
-            "stop must be strings that are not empty",
-            self.stop,
+        for name in ("top_k", "max_tokens"):
+            value = getattr(self, name)
+            _require(
+                value is None or (_is_whole(value) and value >= 1),
+                f"{name} must be a whole number of at least 1",
+                value,
+            )
+        _require(
+            self.seed is None or (_is_whole(self.seed) and -(2**63) <= self.seed < 2**64),
+            "seed must be a whole number of 64 bits",
+            self.seed,
         )
-        check(
-            self.top_logprobs is None or 0 <= self.top_logprobs <= 20,
+        _require(_are_strings(self.stop), "stop must be strings that are not empty", self.stop)
+        _require(
+            self.top_logprobs is None
+            or (_is_whole(self.top_logprobs) and 0 <= self.top_logprobs <= 20),
             "top_logprobs must be from 0 to 20",
             self.top_logprobs,
         )
+
+
+def _require(ok: bool, what: str, found: object) -> None:  # noqa: FBT001
+    if not ok:
+        msg = f"{what}, found {found!r}"
+        raise RequestError(msg)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _are_strings(values: object) -> bool:
+    # One string alone would be taken for as many stops as it has letters.
+    return isinstance(values, tuple) and all(isinstance(s, str) and s for s in values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

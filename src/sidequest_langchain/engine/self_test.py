@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sidequest_langchain.engine.adapter import ModelAdapter
 from sidequest_langchain.errors import UnsupportedModelError
-from sidequest_langchain.kv.path import Path
+from sidequest_langchain.kv.segment import Path
 from sidequest_langchain.kv.step_plan import Row
 from sidequest_langchain.kv.tree import SegmentTree
 from sidequest_langchain.labels import PathSelector, StepLabel

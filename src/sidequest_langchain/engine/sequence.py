@@ -19,7 +19,7 @@ from sidequest_langchain.engine.request import (
 )
 from sidequest_langchain.engine.sampling import Sampler, logprob_of
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
-from sidequest_langchain.kv.path import Path
+from sidequest_langchain.kv.segment import Path
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,8 @@ class Sequence:
         constraint = self.request.constraint
         if constraint is None:
             return self._sampler.draw(logits)
-        token_id = self._sampler.draw(constraint.mask(logits))
+        # A mask may work in place; the log-probabilities are those of the model itself.
+        token_id = self._sampler.draw(constraint.mask(logits.clone()))
         constraint.accept(token_id)
         return token_id
 

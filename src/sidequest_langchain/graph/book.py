@@ -31,7 +31,7 @@ from sidequest_langchain.graph.runs import (
 from sidequest_langchain.graph.steps import StepRef, step_of, thread_of
 
 MAX_LATE = 1024
-"""Steps still busy when their run ended, whose late calls are recognised."""
+"""Steps that were cut short, whose threads may go on: their late calls are recognised."""
 
 
 class RunBook:
@@ -194,15 +194,7 @@ class RunBook:
         if step is None or step.start_event is None:
             return []
         step.audience.append(listener)
-        return [
-            Emit(
-                event=step.start_event,
-                audience=(listener,),
-                root=run.root,
-                step=step,
-                is_replay=True,
-            )
-        ]
+        return [Emit(event=step.start_event, audience=(listener,), root=run.root)]
 
     def _end_step(self, step: Step, outcome: Outcome) -> list[Effect]:
         root, effects = step.root, list[Effect]()
@@ -214,6 +206,7 @@ class RunBook:
             root.interrupted.add(step.ref.thread_id)
         else:
             root.unfinished.add(step.visit)
+            self._late_steps.setdefault(step.run_id, partial(_same, step))
         n_dropped = 0 if ended_well else len(step.staged)
         figures: dict[str, Any] = {"outcome": outcome, "branches": list(step.branches)}
         figures |= asdict(step.totals) | {"n_prunes_dropped": n_dropped}
@@ -231,7 +224,6 @@ class RunBook:
             root.interrupted.add(run.thread_id)
         effects: list[Effect] = []
         for step in tuple(root.steps.values()):
-            self._late_steps.setdefault(step.run_id, partial(_same, step))
             effects += self._end_step(step, "cancelled")
         for run_id in root.run_ids:
             self.runs.pop(run_id, None)

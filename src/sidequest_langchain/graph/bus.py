@@ -12,9 +12,9 @@ import asyncio
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -39,10 +39,10 @@ class Origin:
     """The run that an event is reported under."""
 
     run_id: UUID
-    graph_run_id: UUID | None
+    graph_run_id: UUID | None = None
     """The graph whose node it is: handlers bound to a subgraph see that subgraph's events."""
     tags: tuple[str, ...] = ()
-    metadata: dict[str, Any] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 class EventBus:
@@ -113,7 +113,7 @@ class EventBus:
             handlers=self._hearers(origin),
             parent_run_id=origin.run_id,
             tags=list(origin.tags),
-            metadata=dict(origin.metadata or {}),
+            metadata=dict(origin.metadata),
         )
         try:
             manager.on_custom_event(event.name, event.data, run_id=origin.run_id)
@@ -163,7 +163,7 @@ async def _tell(handler: BaseCallbackHandler, event: KVEvent, origin: Origin) ->
         event.data,
         run_id=origin.run_id,
         tags=list(origin.tags),
-        metadata=dict(origin.metadata or {}),
+        metadata=dict(origin.metadata),
     )
     if inspect.iscoroutinefunction(handler.on_custom_event):
         await act()

@@ -15,14 +15,11 @@ from sidequest_langchain.labels import PathSelector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emit:
-    """Tell an event to listeners, and put it on the bus of the run."""
+    """Tell an event to listeners; it waits on the bus of the run already."""
 
     event: KVEvent
     audience: tuple[Listener, ...]
     root: Root
-    step: Step | None
-    is_replay: bool = False
-    """For a listener that came late: the bus has it already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +53,11 @@ def emit(root: Root, step: Step | None, name: EventName, data: dict[str, Any]) -
             "step": ref.step,
             "attempt": ref.attempt,
         }
-    audience = root.audience if step is None else step.audience
     event = KVEvent(name=name, data=who | data)
-    return Emit(event=event, audience=tuple(audience), root=root, step=step)
+    # Queued where it is numbered, so that the bus keeps the order of the numbers.
+    root.bus.put(event, root.origin if step is None else step.origin)
+    audience = root.audience if step is None else step.audience
+    return Emit(event=event, audience=tuple(audience), root=root)
 
 
 def carry_out(plan: PrunePlan, root: Root, step: Step | None) -> list[Effect]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 from uuid import UUID
@@ -18,7 +18,6 @@ from sidequest_langchain.config import Retain
 from sidequest_langchain.errors import EngineClosedError
 from sidequest_langchain.graph.book import RunBook
 from sidequest_langchain.graph.branches import BranchLedger
-from sidequest_langchain.graph.bus import Origin
 from sidequest_langchain.graph.effects import Effect, Emit, Post, emit
 from sidequest_langchain.graph.retention import Retention
 from sidequest_langchain.graph.runs import CallTotals, Listener, PrunePlan, Run, Started
@@ -71,11 +70,12 @@ class Lifecycle:
         run = self._book.runs.get(run_id)
         with self._lock:
             effects = self._book.end_run(run_id, error)
-        self._carry_out(effects)
-        if run is not None:
-            run.root.bus.flush()
-            if run.root.is_ended:
-                run.root.bus.close()
+        posts = [effect for effect in effects if isinstance(effect, Post)]
+        self._carry_out([effect for effect in effects if isinstance(effect, Emit)])
+        if run is not None and run.root.is_ended:
+            # Before the releases: whether one came in time for the bus would be chance.
+            run.root.bus.close()
+        self._carry_out(posts)
 
     def start_call(
         self, run_id: UUID, parent_run_id: UUID | None, metadata: Mapping[str, Any]
@@ -140,34 +140,18 @@ class Lifecycle:
 
     # -- inside --------------------------------------------------------------------------
 
-    def _carry_out(self, effects: list[Effect]) -> Releases:
+    def _carry_out(self, effects: Sequence[Effect]) -> Releases:
         """Do what is to be done, in order; outside of the lock."""
         releases: Releases = []
         for effect in effects:
             if isinstance(effect, Emit):
-                self._tell(effect)
+                for listener in effect.audience:
+                    listener.deliver(effect.event)
             else:
                 releases += self._post(effect)
         for root in {effect.root.run_id: effect.root for effect in effects}.values():
             root.bus.flush()
         return releases
-
-    def _tell(self, effect: Emit) -> None:
-        for listener in effect.audience:
-            listener.deliver(effect.event)
-        if effect.is_replay:
-            return
-        step = effect.step
-        if step is None:
-            origin = Origin(run_id=effect.root.run_id, graph_run_id=None)
-        else:
-            origin = Origin(
-                run_id=step.run_id,
-                graph_run_id=step.graph_run_id,
-                tags=step.started.tags,
-                metadata=dict(step.started.metadata),
-            )
-        effect.root.bus.put(effect.event, origin)
 
     def _post(self, post: Post) -> Releases:
         cache = self._cache()
@@ -201,7 +185,8 @@ class Lifecycle:
         )
         with self._lock:
             effect = emit(post.root, post.step, "sidequest.release", _released(receipt))
-        self._tell(effect)
+        for listener in effect.audience:
+            listener.deliver(effect.event)
         post.root.bus.flush_soon()
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from uuid import UUID
 
 from sidequest_langchain.graph.branches import BranchLedger
-from sidequest_langchain.graph.bus import EventBus
+from sidequest_langchain.graph.bus import EventBus, Origin
 from sidequest_langchain.graph.events import KVEvent
 from sidequest_langchain.graph.steps import StepRef
 
@@ -118,6 +118,11 @@ class Root:
     is_ended: bool = False
     n_events: int = 0
 
+    @property
+    def origin(self) -> Origin:
+        """What the bus reports its events under."""
+        return Origin(run_id=self.run_id)
+
     def note_place(self, thread_id: str | None, checkpoint_ns: str) -> None:
         """Remember where something ran; what is nested below a known place needs no note."""
         known = self.namespaces.setdefault(thread_id, set())
@@ -160,6 +165,16 @@ class Step:
     """Branches opened in it, in order."""
     staged: list[PrunePlan] = field(default_factory=list)
     totals: CallTotals = field(default_factory=CallTotals)
+
+    @property
+    def origin(self) -> Origin:
+        """What the bus reports its events under."""
+        return Origin(
+            run_id=self.run_id,
+            graph_run_id=self.graph_run_id,
+            tags=self.started.tags,
+            metadata=self.started.metadata,
+        )
 
     @property
     def visit(self) -> Visit:

@@ -1,18 +1,15 @@
-"""One segment: tokens computed in one visit of a graph node, and the K/V it owns.
+"""A segment, the K/V it owns, and a path, one call's claim on the segments up to its tip.
 
-It knows its neighbours in the tree but decides nothing; `tree` does.
+They know their neighbours in the tree but decide nothing; `tree` does.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from sidequest_langchain.kv.layout import KVLayout
-    from sidequest_langchain.kv.path import Path
+from sidequest_langchain.kv.layout import KVLayout
+from sidequest_langchain.labels import StepLabel
 
 GROWTH_ROWS = 32
 """An open segment grows by at least this many rows, so that decoding seldom copies."""
@@ -167,6 +164,23 @@ class Segment:
                 tensors[layer] = new
         self.capacity = capacity
         return self.n_bytes - before
+
+
+class Path:
+    """One model call's claim on the segments up to its tip. Identity, not value, compares."""
+
+    __slots__ = ("is_released", "is_running", "label", "n_reused", "serial", "tip")
+
+    def __init__(self, label: StepLabel, serial: int, tip: Segment, n_reused: int) -> None:
+        self.label = label
+        self.serial = serial
+        """Counts the paths begun; never reused."""
+        self.tip = tip
+        self.n_reused = n_reused
+        """Tokens that were resident when the call began."""
+        self.is_running = True
+        self.is_released = False
+        """Released while a running generation or a pin still needed it."""
 
 
 def _rows(n_heads: int, n_rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:

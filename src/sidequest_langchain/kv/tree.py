@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sidequest_langchain.kv.allocator import return_to_system
 from sidequest_langchain.kv.layout import KVLayout
-from sidequest_langchain.kv.path import Path
 from sidequest_langchain.kv.radix import RadixTree
 from sidequest_langchain.kv.receipts import ReleaseReceipt
-from sidequest_langchain.kv.segment import Segment, n_common
+from sidequest_langchain.kv.segment import Path, Segment, n_common
 from sidequest_langchain.labels import PathSelector, StepLabel
 
 

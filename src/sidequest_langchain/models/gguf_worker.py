@@ -28,7 +28,7 @@ def convert(blob: Path, folder: Path) -> None:
     where, file = str(blob.parent), blob.name
     _answer(stage="reading the tokenizer")
     tokenizer = transformers.AutoTokenizer.from_pretrained(
-        where, gguf_file=file, local_files_only=True, trust_remote_code=False
+        where, gguf_file=file, trust_remote_code=False
     )
     _answer(stage="unpacking the weights")
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -36,7 +36,6 @@ def convert(blob: Path, folder: Path) -> None:
         gguf_file=file,
         quantization_config=transformers.GgufConfig(dequantize=True),
         dtype=torch.float32,
-        local_files_only=True,
         trust_remote_code=False,
     )
     # the weights are dense now; left there, the next load would look for packed ones

@@ -97,9 +97,15 @@ def publish(made: Path, place: Path) -> None:
     with file_errors(f"put {place.name} in its place", place):
         _sync(made)
         place.parent.mkdir(parents=True, exist_ok=True)
+        before = made.with_name(f"{made.name}.before")
         if place.exists():
-            place.replace(made.with_name(f"{made.name}.replaced"))
-        made.replace(place)
+            place.replace(before)
+        try:
+            made.replace(place)
+        except OSError:
+            if before.exists():
+                before.replace(place)
+            raise
         _sync_entry(place.parent)
 
 

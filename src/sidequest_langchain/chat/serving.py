@@ -1,0 +1,148 @@
+"""A chat model's engine, and its calls up to the point where the engine takes over.
+
+It must not know how answers are handed to LangChain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.messages import BaseMessage
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from sidequest_langchain.chat.fields import ModelFields
+from sidequest_langchain.chat.prompt import PromptAssembler
+from sidequest_langchain.chat.settings import settings_for
+from sidequest_langchain.chat.step import HasMetadata, current_label, scope_of
+from sidequest_langchain.engine.engine import Engine
+from sidequest_langchain.engine.registry import engine_for
+from sidequest_langchain.engine.request import GenerationRequest
+from sidequest_langchain.engine.segments import KVSegments
+
+_QUICK_CHARS, _QUICK_MESSAGES = 12_000, 60
+"""Prompts up to this size are made on the event loop: that takes a few milliseconds."""
+_loader = ThreadPoolExecutor(1, thread_name_prefix="sidequest-load")
+"""Loads for async callers; a crowd of them must not fill the event loop's own threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call, ready to run: a request for each sample."""
+
+    engine: Engine
+    requests: tuple[GenerationRequest, ...]
+
+
+class ServedModel(ModelFields):
+    """A chat model with its engine."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that serves this model; loads the weights if they are not there yet."""
+        if self.engines.given is not None:
+            return self.engines.given
+        return self.engines.get(
+            self._engine_key,
+            lambda: engine_for(
+                self.model,
+                revision=self.revision,
+                dtype=self.dtype,
+                device=self.device,
+                device_map=self.device_map,
+                config=self.cache_config,
+            ),
+        )
+
+    @property
+    def kv(self) -> KVSegments:
+        """The KV cache: its segments, and what may be done with them."""
+        return self.engine.kv
+
+    def prompt_ids(self, input: LanguageModelInput, *, tools: Sequence[Any] = ()) -> list[int]:
+        """The token ids that a call with `input` feeds to the model.
+
+        Args:
+            input: As for `invoke`.
+            tools: Tools the call would be given.
+
+        Raises:
+            MessageError: A message has no text form.
+            TemplateError: There is no template, or it refuses these messages.
+        """
+        messages = self._convert_input(input).to_messages()
+        schemas = [convert_to_openai_tool(tool) for tool in tools]
+        return list(self._assembler.assemble(messages, schemas).ids)
+
+    @property
+    def _engine_key(self) -> str:
+        names = ("model", "revision", "dtype", "device", "device_map")
+        weights = json.dumps([getattr(self, name) for name in names], default=str)
+        return f"{weights} {self.cache_config}"
+
+    @property
+    def _assembler(self) -> PromptAssembler:
+        engine, template = self.engine, self.chat_template
+
+        def make() -> PromptAssembler:
+            tokenizer = engine.tokenizer
+            return PromptAssembler(
+                tokenizer if template is None else tokenizer.with_template(template),
+                find_reply=engine.replies.get,
+                name=self.model,
+                control_tokens=self.control_tokens,
+            )
+
+        form = json.dumps([template, self.control_tokens], sort_keys=True)
+        return self.engines.get((engine, form), make)
+
+    def _prepare(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None,
+        run_manager: HasMetadata | None,
+        given: Mapping[str, Any],
+    ) -> Call:
+        settings = settings_for(self._sampling_fields, stop, given)
+        prompt = self._assembler.assemble(messages, settings.tools)
+        scope = scope_of(self.cache_config.isolation, run_manager)
+        requests = [
+            GenerationRequest(
+                prompt_ids=prompt.ids,
+                sampling=settings.sampling_of(sample),
+                label=current_label(f"sq-{uuid.uuid4().hex}", run_manager),
+                scope=scope,
+                constraint=settings.new_constraint(),
+                superseded=prompt.superseded,
+            )
+            for sample in range(settings.n)
+        ]
+        return Call(engine=self.engine, requests=tuple(requests))
+
+    async def _aprepare(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None,
+        run_manager: HasMetadata | None,
+        given: Mapping[str, Any],
+    ) -> Call:
+        settings_for(self._sampling_fields, stop, given)
+        if not self._is_loaded:
+            await asyncio.get_running_loop().run_in_executor(_loader, lambda: self.engine)
+        if len(messages) <= _QUICK_MESSAGES and _n_chars(messages) <= _QUICK_CHARS:
+            return self._prepare(messages, stop, run_manager, given)
+        return await asyncio.to_thread(self._prepare, messages, stop, run_manager, given)
+
+    @property
+    def _is_loaded(self) -> bool:
+        return self.engines.given is not None or self.engines.has(self._engine_key)
+
+
+def _n_chars(messages: Sequence[BaseMessage]) -> int:
+    return sum(len(str(message.content)) for message in messages)
