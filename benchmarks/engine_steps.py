@@ -18,12 +18,16 @@ import json
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.machine import describe
 from langchain_core.messages import HumanMessage
 
 from sidequest_langchain import SideQuestChatModel
+from sidequest_langchain.engine.engine import Engine
+from sidequest_langchain.engine.request import GenerationRequest, SamplingParams
+from sidequest_langchain.labels import StepLabel
 
 SIBLINGS = (1, 2, 4, 8, 16)
 TOPICS = (
@@ -32,16 +36,16 @@ TOPICS = (
 )  # fmt: skip
 
 
-def trunk(model: SideQuestChatModel, n_tokens: int) -> str:
-    """A text of about `n_tokens` tokens."""
+def trunk_ids(engine: Engine, n_tokens: int) -> tuple[int, ...]:
+    """The first `n_tokens` tokens of a plain text."""
     line = "The {} town lies by the river; its market sells {} and its inn has {} rooms. "
     words = ("first", "apples", "nine", "second", "cloth", "four", "third", "honey", "six")
-    text = ""
+    ids: list[int] = []
     i = 0
-    while len(model.get_token_ids(text)) < n_tokens:
-        text += line.format(*(words[(i + k) % len(words)] for k in range(3)))
+    while len(ids) < n_tokens:
+        ids += engine.tokenizer.encode(line.format(*(words[(i + k) % 9] for k in range(3))))
         i += 1
-    return text
+    return tuple(ids[:n_tokens])
 
 
 async def concurrent(model: SideQuestChatModel, prompts: list[str]) -> None:
@@ -55,25 +59,37 @@ async def in_turn(model: SideQuestChatModel, prompts: list[str]) -> None:
         await model.ainvoke([HumanMessage(prompt)])
 
 
-def seconds_per_step(model: SideQuestChatModel, prompts: list[str]) -> float:
-    """Median cost of a decode step for these prompts together; their trunk is resident."""
-    steps = model.kv.usage().n_steps
+def request(ids: tuple[int, ...], new_tokens: int, name: str) -> GenerationRequest:
+    """A greedy request of exactly `new_tokens` tokens."""
+    sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    return GenerationRequest(prompt_ids=ids, sampling=sampling, label=StepLabel(call_id=name))
+
+
+def seconds_per_step(engine: Engine, requests: list[GenerationRequest]) -> float:
+    """Mean cost of a step for these requests together; their trunk is resident."""
+    steps = engine.kv.usage().n_steps
     begun = time.perf_counter()
-    asyncio.run(concurrent(model, prompts))
+    with ThreadPoolExecutor(len(requests)) as pool:
+        list(pool.map(lambda r: list(engine.stream(r)), requests))
     elapsed = time.perf_counter() - begun
-    return elapsed / (model.kv.usage().n_steps - steps)
+    return elapsed / (engine.kv.usage().n_steps - steps)
 
 
 def measure_siblings(
-    model: SideQuestChatModel, text: str, rounds: int
+    engine: Engine, trunk: tuple[int, ...], new_tokens: int, rounds: int
 ) -> dict[int, dict[str, float]]:
     """Seconds per step by number of siblings; each round takes every number once."""
-    asyncio.run(in_turn(model, [text]))
+    list(engine.stream(request(trunk, 1, "trunk")))
     figures: dict[int, list[float]] = {n: [] for n in SIBLINGS}
     for i in range(rounds):
         for n in SIBLINGS:
-            prompts = [f"{text}\nRound {i} of {n}: a line about {t}." for t in TOPICS[:n]]
-            figures[n].append(seconds_per_step(model, prompts))
+            tails = [engine.tokenizer.encode(f" {topic} {i}.{n}") for topic in TOPICS[:n]]
+            requests = [
+                request((*trunk, *tail), new_tokens, f"{i}-{n}-{j}") for j, tail in enumerate(tails)
+            ]
+            figures[n].append(seconds_per_step(engine, requests))
+            for r in requests:
+                engine.kv.release(r.label.call_id)
     return {
         n: {"seconds_per_step": statistics.median(v), "min": min(v), "max": max(v)}
         for n, v in figures.items()
@@ -107,8 +123,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(argv)
-    model = SideQuestChatModel(model=args.model, max_tokens=args.new_tokens, ignore_eos=True)
-    siblings = measure_siblings(model, trunk(model, args.trunk_tokens), args.rounds)
+    model = SideQuestChatModel(model=args.model, max_tokens=args.new_tokens, temperature=0.0)
+    trunk = trunk_ids(model.engine, args.trunk_tokens)
+    siblings = measure_siblings(model.engine, trunk, args.new_tokens, args.rounds)
     model.kv.clear()
     parallel = measure_concurrency(model, args.rounds)
     ratio = siblings[8]["seconds_per_step"] / siblings[1]["seconds_per_step"]

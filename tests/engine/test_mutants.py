@@ -83,7 +83,9 @@ def positions_from_rows(patch: Patch) -> None:
 
 def rerun_one_position_late(patch: Patch) -> None:
     def positions(self: StepPlan) -> list[int]:
-        return [row.position + (not row.is_stored) + i for row in self.rows for i in range(row.n_new)]
+        return [
+            row.position + (not row.is_stored) + i for row in self.rows for i in range(row.n_new)
+        ]
 
     patch.setattr(StepPlan, "positions", positions)
 
@@ -177,7 +179,11 @@ MUTANTS: dict[str, tuple[str, Callable[[Engine, str], None], Mutant]] = {
         checks.check_stop,
         wrapped(SegmentTree, "crop", lambda crop, self, path, n_rows: None),
     ),
-    "room to grow kept": ("llama", checks.check_cold_and_warm, wrapped(Segment, "fit", lambda *_: 0)),
+    "room to grow kept": (
+        "llama",
+        checks.check_cold_and_warm,
+        wrapped(Segment, "fit", lambda *_: 0),
+    ),
     "positions from rows, rotary": ("llama", checks.check_partly_reused, positions_from_rows),
     "positions from rows, learned": ("gpt2", checks.check_partly_reused, positions_from_rows),
     "re-run one position late": ("llama", checks.check_cold_and_warm, rerun_one_position_late),
@@ -203,7 +209,9 @@ MUTANTS: dict[str, tuple[str, Callable[[Engine, str], None], Mutant]] = {
     "parts merged by their mean": (
         "llama",
         checks.check_partly_reused,
-        lambda patch: patch.setattr(tree_attention, "merge", lambda outputs, _: outputs.float().mean(0)),
+        lambda patch: patch.setattr(
+            tree_attention, "merge", lambda outputs, _: outputs.float().mean(0)
+        ),
     ),
     "window too wide": (
         "mistral",

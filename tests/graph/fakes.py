@@ -16,7 +16,7 @@ from langchain_core.callbacks import CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from sidequest_langchain.chat.step import current_label
 from sidequest_langchain.config import CacheConfig
@@ -90,12 +90,22 @@ class FakeKV:
         return sorted(str(label.node) for label in self.labels())
 
 
+class FakeCell:
+    """Holds one engine, as a loaded model's cell does."""
+
+    def __init__(self, kv: FakeKV) -> None:
+        self.kv = kv
+
+    def live(self) -> tuple[FakeCell, ...]:
+        return (self,)
+
+
 class FakeModel(BaseChatModel):
     """Answers `<n>`, and leaves a labelled path in its cache."""
 
-    cache_config: Any = None
+    cache_config: CacheConfig = Field(default_factory=CacheConfig)
+    engines: Any = Field(default_factory=lambda: FakeCell(FakeKV()))
     delay_s: float = 0.0
-    _kv: FakeKV = PrivateAttr(default_factory=FakeKV)
     _count: Any = PrivateAttr(default_factory=itertools.count)
 
     @property
@@ -104,11 +114,7 @@ class FakeModel(BaseChatModel):
 
     @property
     def kv(self) -> FakeKV:
-        return self._kv
-
-    @property
-    def loaded_kv(self) -> FakeKV | None:
-        return self._kv
+        return self.engines.kv
 
     def _reply(self, run_manager: Any) -> tuple[str, str, dict[str, Any]]:
         n = next(self._count)
@@ -116,7 +122,7 @@ class FakeModel(BaseChatModel):
         label = current_label(call_id, run_manager)
         if self.delay_s:
             time.sleep(self.delay_s)
-        serial = self._kv.add(label)
+        serial = self.kv.add(label)
         figures = {"reused_tokens": 3, "prefilled_tokens": 2, "segment": serial}
         return call_id, f"<{n}>", {"sidequest": figures}
 

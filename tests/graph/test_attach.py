@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables import ConfigurableField, RunnableConfig
 from langgraph.graph import StateGraph
 from langgraph.graph.state import CompiledStateGraph
 
+from sidequest_langchain import SideQuestChatModel
 from sidequest_langchain.errors import ConfigError
 from sidequest_langchain.graph import (
     SideQuestCallbackHandler,
@@ -129,21 +131,31 @@ def test_a_model_is_not_kept_alive() -> None:
     assert kv() is None
 
 
-def test_a_model_that_is_not_loaded_is_not_loaded_for_it() -> None:
-    class Unloaded(FakeModel):
-        @property
-        def kv(self) -> Any:
-            msg = "loaded"
-            raise AssertionError(msg)
+def test_a_model_that_is_not_loaded_is_not_loaded_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: Any, **kwargs: Any) -> Any:
+        msg = "loaded"
+        raise AssertionError(msg)
 
-        @property
-        def loaded_kv(self) -> None:
-            return None
-
-    model, log = Unloaded(), Log()
+    monkeypatch.setattr("sidequest_langchain.chat.serving.engine_for", load)
+    model, log = SideQuestChatModel(model="smollm2-135m"), Log()
     app = attach(chain(("a", prunes("x"))), model, on_event=log, strict=True)
     app.invoke({})
     assert log.outcomes() == [("a", "ok")]
+    assert log.named("prune")[0]["paths"] == ["x"]
+
+
+def test_copies_of_a_model_are_that_model() -> None:
+    model = SideQuestChatModel(model="smollm2-135m")
+    copies = [
+        copy.deepcopy(model),
+        model.bind(temperature=1.0),
+        model.with_fallbacks([model]),
+        model.configurable_fields(temperature=ConfigurableField("t")),
+        model.configurable_fields(temperature=ConfigurableField("t")).with_retry(),
+    ]
+    app = attach(chain(("a", lambda s: {})), model)
+    assert all(handler_of(app, other) is app.config["callbacks"][0] for other in copies)
+    assert handler_of(app, SideQuestChatModel(model="smollm2-135m")) is None
 
 
 # -- session -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -65,6 +65,7 @@ class Grove:
     """A tree, and what a model would do to it."""
 
     tree: SegmentTree = field(default_factory=lambda: SegmentTree(LAYOUT))
+    rows_of: Callable[[tuple[int, ...], int, int], tuple[Tensor, Tensor]] = rows_of
     receipts: list[ReleaseReceipt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -84,8 +85,8 @@ class Grove:
         tip = path.tip
         tokens = tokens_to(tip) + tuple(ids(text))
         self.tree.reserve(path, len(text))
-        for layer in range(len(LAYOUT)):
-            k, v = rows_of(tokens, tip.end, layer)
+        for layer in range(len(self.tree.layout)):
+            k, v = self.rows_of(tokens, tip.end, layer)
             tip.keys[layer][:, tip.n_rows : tip.n_rows + len(text)] = k
             tip.values[layer][:, tip.n_rows : tip.n_rows + len(text)] = v
         self.tree.extend(path, ids(text))
@@ -119,12 +120,12 @@ def text_of(path: Path) -> str:
     return "".join(map(chr, tokens_to(path.tip)))
 
 
-def check_rows(tree: SegmentTree) -> None:
+def check_rows(grove: Grove) -> None:
     """Every resident row is the one its tokens ask for, in every layer."""
-    for segment in tree.segments():
+    for segment in grove.tree.segments():
         tokens = tokens_to(segment)
-        for layer in range(len(LAYOUT)):
-            k, v = rows_of(tokens, segment.start, layer)
+        for layer in range(len(grove.tree.layout)):
+            k, v = grove.rows_of(tokens, segment.start, layer)
             where = (segment.segment_id, layer, "".join(map(chr, tokens)))
             assert torch.equal(segment.keys[layer][:, : segment.n_rows], k), where
             assert torch.equal(segment.values[layer][:, : segment.n_rows], v), where

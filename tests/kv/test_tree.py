@@ -24,7 +24,7 @@ def grove():
     grove = Grove()
     yield grove
     check_integrity(grove.tree)
-    check_rows(grove.tree)
+    check_rows(grove)
     assert reachable_bytes(grove.tree) == grove.tree.n_bytes
 
 

@@ -6,6 +6,7 @@ of all claims and pins: nothing less (a live path would read garbage), nothing m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hypothesis import HealthCheck, settings
@@ -52,6 +53,15 @@ class Claim:
         return self.path.label
 
 
+@dataclass
+class Pinned:
+    """A pin: it keeps the tokens of its path, or what that path stood on when it failed."""
+
+    segment: Segment
+    scope: str
+    tokens: list[int]
+
+
 class TreeMachine(RuleBasedStateMachine):
     """A tree, and beside it the claims."""
 
@@ -60,7 +70,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.grove = Grove()
         self.tree = self.grove.tree
         self.claims: list[Claim] = []
-        self.pins: list[Segment] = []
+        self.pins: list[Pinned] = []
 
     # -- the model -------------------------------------------------------------------------
 
@@ -69,15 +79,21 @@ class TreeMachine(RuleBasedStateMachine):
         return [c for c in self.claims if c.is_running]
 
     def is_held(self, claim: Claim) -> bool:
-        return claim.is_running or claim.path.tip in self.pins
+        return claim.is_running or any(p.segment is claim.path.tip for p in self.pins)
 
     def needed(self, *, held_only: bool = False) -> set[tuple[str, tuple[int, ...]]]:
         """(scope, tokens up to it) of every row that somebody needs."""
         ends = [
             (c.scope, tuple(c.tokens)) for c in self.claims if not held_only or self.is_held(c)
         ]
-        ends += [(segment.scope, tokens_to(segment)) for segment in self.pins]
+        ends += [(pin.scope, tuple(pin.tokens)) for pin in self.pins]
         return {(scope, t[:n]) for scope, t in ends for n in range(1, len(t) + 1)}
+
+    def drop_idle(self, is_let_go: Callable[[Claim], bool] = lambda claim: False) -> None:
+        """Forget claims that were let go or are down to no token, but for those still held."""
+        self.claims = [
+            c for c in self.claims if self.is_held(c) or (c.tokens and not is_let_go(c))
+        ]
 
     # -- acts ------------------------------------------------------------------------------
 
@@ -99,9 +115,9 @@ class TreeMachine(RuleBasedStateMachine):
                 continue
             common = n_common(old.tokens, new.tokens) if old.scope == new.scope else 0
             lineage = old.path.tip.path()
-            pinned = [segment.end for segment in self.pins if segment in lineage]
+            pinned = [len(pin.tokens) for pin in self.pins if pin.segment in lineage]
             old.tokens = old.tokens[: max(common, *pinned, 0)]
-        self.claims = [c for c in self.claims if c.tokens or c.is_running]
+        self.drop_idle()
         self.tree.supersede(new.path, call_ids)
 
     @precondition(lambda self: self.running)
@@ -130,13 +146,13 @@ class TreeMachine(RuleBasedStateMachine):
         claim = self.running[which % len(self.running)]
         self.tree.commit(claim.path)
         claim.is_running = False
-        if not claim.tokens or (claim.is_released and not self.is_held(claim)):
-            self.claims.remove(claim)
+        self.drop_idle(lambda c: c is claim and c.is_released)
 
     @precondition(lambda self: self.running)
     @rule(which=WHICH)
     def discard(self, which):
         claim = self.running[which % len(self.running)]
+        del claim.tokens[claim.path.tip.start :]
         self.claims.remove(claim)
         self.tree.discard(claim.path)
 
@@ -153,22 +169,23 @@ class TreeMachine(RuleBasedStateMachine):
         assert (receipt.n_paths, receipt.n_deferred) == (len(chosen), len(held))
         for claim in chosen:
             claim.is_released = True
-        self.claims = [c for c in self.claims if c not in chosen or c in held]
+        self.drop_idle(lambda c: c in chosen)
 
     @precondition(lambda self: self.claims)
     @rule(which=WHICH)
     def pin(self, which):
-        self.pins.append(self.tree.pin(self.claims[which % len(self.claims)].path))
+        claim = self.claims[which % len(self.claims)]
+        # The list is the claim's own while it runs: the pin follows its path.
+        tokens = claim.tokens if claim.is_running else list(claim.tokens)
+        self.pins.append(Pinned(self.tree.pin(claim.path), claim.scope, tokens))
 
     @precondition(lambda self: self.pins)
     @rule(which=WHICH)
     def unpin(self, which):
-        segment = self.pins.pop(which % len(self.pins))
+        segment = self.pins.pop(which % len(self.pins)).segment
         on_it = [c for c in self.claims if c.path.tip is segment]
         self.tree.unpin(segment)
-        self.claims = [
-            c for c in self.claims if c not in on_it or self.is_held(c) or not c.is_released
-        ]
+        self.drop_idle(lambda c: c in on_it and c.is_released)
 
     @rule(n_tokens=st.integers(0, 20))
     def sweep(self, n_tokens):
@@ -181,7 +198,7 @@ class TreeMachine(RuleBasedStateMachine):
             left = list(tokens_to(claim.path.tip)) if stays else []
             assert left == claim.tokens[: len(left)]
             claim.tokens = left
-        self.claims = [c for c in self.claims if c.tokens or c.is_running]
+        self.drop_idle()
 
     # -- what always holds -----------------------------------------------------------------
 
@@ -205,7 +222,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_row_is_the_one_its_tokens_ask_for(self):
-        check_rows(self.tree)
+        check_rows(self.grove)
 
     @invariant()
     def nothing_is_stored_twice_once_it_is_closed(self):
@@ -220,7 +237,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def teardown(self):
         for pin in self.pins:
-            self.tree.unpin(pin)
+            self.tree.unpin(pin.segment)
         for claim in self.running:
             self.tree.commit(claim.path)
         self.tree.release(PathSelector(), reason="test")

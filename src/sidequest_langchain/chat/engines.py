@@ -61,6 +61,11 @@ class EngineCell:
         """Whether something was made for `key`."""
         return key in self._made
 
+    def live(self) -> tuple[Engine, ...]:
+        """The engines that are there already; makes none, and does not wait for one being made."""
+        made = (self.given, *self._made.values())
+        return tuple(e for e in made if isinstance(e, Engine) and not e.is_closed)
+
     def __copy__(self) -> EngineCell:
         return self
 

@@ -13,6 +13,7 @@ from langchain_core.caches import BaseCache
 from langchain_core.language_models.model_profile import ModelProfile
 from pydantic import Field
 
+from sidequest_langchain._version import __version__
 from sidequest_langchain.chat.engines import EngineCell
 from sidequest_langchain.chat.entry import Entries
 from sidequest_langchain.chat.settings import as_stops, near_match, settings_for, with_old_names
@@ -78,6 +79,7 @@ class ModelFields(Entries):
             except RequestError as error:
                 raise ConfigError(str(error)) from None
             self.engines.check(self.model, self.cache_config)
+            self._add_version("sidequest-langchain", __version__)
 
     @property
     def _sampling_fields(self) -> dict[str, Any]:

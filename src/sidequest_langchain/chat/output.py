@@ -41,9 +41,10 @@ def chat_result(
         )
         for request, result in zip(requests, results, strict=True)
     ]
-    usage = summed_usage([_token_usage(result) for result in results])
+    n_in, n_out = results[0].n_prompt_tokens, sum(r.n_generated_tokens for r in results)
     return ChatResult(
-        generations=generations, llm_output={"token_usage": usage, "model_name": model_name}
+        generations=generations,
+        llm_output={"token_usage": _token_usage(n_in, n_out), "model_name": model_name},
     )
 
 
@@ -75,7 +76,7 @@ def chunks_of(
 
 
 def summed_usage(usages: Sequence[dict[str, int]]) -> dict[str, int]:
-    """Token usage of several samples or prompts together."""
+    """Token usage of several prompts together."""
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     return {name: sum(usage[name] for usage in usages) for name in names}
 
@@ -92,8 +93,7 @@ def _usage(result: GenerationResult) -> UsageMetadata:
     )
 
 
-def _token_usage(result: GenerationResult) -> dict[str, int]:
-    n_in, n_out = result.n_prompt_tokens, result.n_generated_tokens
+def _token_usage(n_in: int, n_out: int) -> dict[str, int]:
     return {"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out}
 
 
@@ -104,7 +104,7 @@ def _metadata(
         "model_name": model_name,
         "model_provider": PROVIDER,
         "finish_reason": result.finish_reason,
-        "token_usage": _token_usage(result),
+        "token_usage": _token_usage(result.n_prompt_tokens, result.n_generated_tokens),
         "sidequest": {
             "call_id": request.label.call_id,
             "path": request.label.path_id,

@@ -76,7 +76,7 @@ def _require(ok: bool, what: str, found: object) -> None:  # noqa: FBT001
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
 def _is_whole(value: object) -> bool:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from sidequest_langchain.config import CacheConfig, Retain
+from sidequest_langchain.chat.engines import EngineCell
 from sidequest_langchain.errors import ConfigError
 from sidequest_langchain.graph.lifecycle import Cache, Lifecycle
 
 _lock = threading.Lock()
-_lifecycles: dict[int, Lifecycle] = {}
-"""By the identity of live models, which need not be hashable; an entry goes with its model."""
+_lifecycles: weakref.WeakKeyDictionary[EngineCell, Lifecycle] = weakref.WeakKeyDictionary()
+"""By what all copies of a model share; an entry goes with the last of them."""
+
+WRAPPED = ("bound", "default", "runnable")
+"""Where LangChain's wrappers keep what they wrap: bindings, configurable fields, fallbacks."""
 
 
 def lifecycle_of(model: object) -> Lifecycle:
-    """The lifecycle of a model, made at the first call.
+    """The lifecycle of a model, made at the first call. Loads nothing.
 
     Args:
         model: A model of this package, or a runnable bound to one (`model.bind_tools(...)`).
@@ -24,19 +28,20 @@ def lifecycle_of(model: object) -> Lifecycle:
     Raises:
         ConfigError: It is neither.
     """
-    model = _unbound(model)
+    served = _unwrapped(model)
     with _lock:
-        if id(model) not in _lifecycles:
-            _lifecycles[id(model)] = Lifecycle(_cache_of(weakref.ref(model)), _retain_of(model))
-            weakref.finalize(model, _lifecycles.pop, id(model), None)
-        return _lifecycles[id(model)]
+        lifecycle = _lifecycles.get(served.engines)
+        if lifecycle is None:
+            lifecycle = Lifecycle(_caches_of(served.engines), served.cache_config.retain)
+            _lifecycles[served.engines] = lifecycle
+        return lifecycle
 
 
-def _unbound(model: object) -> Any:
-    found = model
-    while not hasattr(type(found), "kv") and hasattr(found, "bound"):
-        found = found.bound
-    if not hasattr(type(found), "kv"):
+def _unwrapped(model: object) -> Any:
+    found: Any = model
+    while found is not None and not hasattr(found, "engines"):
+        found = next((getattr(found, name) for name in WRAPPED if hasattr(found, name)), None)
+    if found is None or not hasattr(found, "cache_config"):
         msg = (
             f"a SideQuestChatModel (bound or not) was expected, found {type(model).__name__}; "
             "only models of this package have segments to give back"
@@ -45,16 +50,12 @@ def _unbound(model: object) -> Any:
     return found
 
 
-def _cache_of(model: weakref.ref[Any]) -> Any:
-    """Finds the cache of a model that may not be loaded yet; never loads it, never keeps it."""
+def _caches_of(cell: EngineCell) -> Callable[[], tuple[Cache, ...]]:
+    """Finds the caches of a model that may not be loaded yet; keeps nothing alive."""
+    held = weakref.ref(cell)
 
-    def cache() -> Cache | None:
-        found = model()
-        return None if found is None else found.loaded_kv
+    def caches() -> tuple[Cache, ...]:
+        found = held()
+        return () if found is None else tuple(engine.kv for engine in found.live())
 
-    return cache
-
-
-def _retain_of(model: Any) -> Retain | None:
-    config = getattr(model, "cache_config", None)
-    return config.retain if isinstance(config, CacheConfig) else None
+    return caches

@@ -25,6 +25,7 @@ from sidequest_langchain.graph.runs import (
     PrunePlan,
     Root,
     Run,
+    Serials,
     Started,
     Step,
 )
@@ -47,7 +48,7 @@ class RunBook:
 
     # -- starts --------------------------------------------------------------------------
 
-    def start_run(self, listener: Listener, started: Started, serial: int) -> list[Effect]:
+    def start_run(self, listener: Listener, started: Started, serials: Serials) -> list[Effect]:
         """A chain, graph, node or tool begins."""
         run = self.runs.get(started.run_id)
         if run is not None:
@@ -65,7 +66,7 @@ class RunBook:
         )
         if ref is None:
             return []
-        run.step = step = self._new_step(root, started, ref, serial)
+        run.step = step = self._new_step(root, started, ref, serials)
         step.audience.append(listener)
         effect = emit(root, step, "sidequest.step_start", {})
         step.start_event = effect.event
@@ -163,7 +164,7 @@ class RunBook:
     def _new_root(self, listener: Listener, run_id: UUID) -> Root:
         return Root(run_id=run_id, bus=EventBus(listener.fail), audience=[listener])
 
-    def _new_step(self, root: Root, started: Started, ref: StepRef, serial: int) -> Step:
+    def _new_step(self, root: Root, started: Started, ref: StepRef, serials: Serials) -> Step:
         root.n_starts[ref.thread_id, ref.checkpoint_ns] += 1
         root.first_supersteps.setdefault(started.parent_run_id, ref.step)
         step = Step(
@@ -171,7 +172,7 @@ class RunBook:
             graph_run_id=started.parent_run_id,
             root=root,
             ref=replace(ref, attempt=root.n_starts[ref.thread_id, ref.checkpoint_ns]),
-            serial=serial,
+            serials=serials,
             started=started,
             audience=[],
         )

@@ -13,10 +13,11 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 from langchain_core.callbacks import (
@@ -29,6 +30,8 @@ from langchain_core.callbacks import (
 from langchain_core.callbacks.base import RunManagerMixin
 
 from sidequest_langchain.graph.events import KVEvent
+
+T = TypeVar("T")
 
 MAX_WAITING = 4096
 """Events kept for a run in which nothing ever ran inside a node; the oldest go first."""
@@ -45,11 +48,41 @@ class Origin:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Lane(Generic[T]):
+    """Items that one thread at a time takes, in order; nobody waits for anybody.
+
+    Whoever finds another at work leaves the items to it.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[T] = deque(maxlen=MAX_WAITING)
+        self._is_busy = threading.Lock()
+
+    def run(self, take: Callable[[T], None]) -> None:
+        """Take what waits, unless another is at it."""
+        while self.waiting and self._is_busy.acquire(blocking=False):
+            try:
+                while self.waiting:
+                    take(self.waiting.popleft())
+            finally:
+                self._is_busy.release()
+
+    async def arun(self, take: Callable[[T], Any]) -> None:
+        """The same for a `take` that is awaited."""
+        while self.waiting and self._is_busy.acquire(blocking=False):
+            try:
+                while self.waiting:
+                    await take(self.waiting.popleft())
+            finally:
+                self._is_busy.release()
+
+
 class EventBus:
     """Delivers the events of one root run, in order, each once, without ever waiting.
 
     A synchronous graph's handlers are called where the event happens, or in whichever thread
-    is delivering already. An asynchronous graph's are called by a task on its event loop.
+    is delivering already. An asynchronous graph's are called from its event loop: coroutines
+    by a task on it, plain functions in its executor unless they are inline.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
@@ -57,8 +90,9 @@ class EventBus:
         self._loop = _running_loop()
         self._managers: dict[UUID | None, BaseCallbackManager] = {}
         self._first: BaseCallbackManager | None = None
-        self._waiting: deque[tuple[KVEvent, Origin]] = deque(maxlen=MAX_WAITING)
-        self._is_busy = threading.Lock()
+        self._events: Lane[tuple[KVEvent, Origin]] = Lane()
+        self._threaded: dict[int, Lane[Callable[[], Any]]] = {}
+        """What handlers in the executor have yet to take, by the identity of the handler."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -74,14 +108,14 @@ class EventBus:
     def put(self, event: KVEvent, origin: Origin) -> None:
         """Queue an event; `flush` delivers it."""
         if not self._is_closed:
-            self._waiting.append((event, origin))
+            self._events.waiting.append((event, origin))
 
     def flush(self) -> None:
         """Deliver what waits, if it is known to whom. Call it from a graph's thread."""
-        if self._first is None or not self._waiting:
+        if self._first is None or not self._events.waiting:
             return
         if not isinstance(self._first, AsyncCallbackManager):
-            self._deliver()
+            self._events.run(self._dispatch)
         elif self._loop is not None and _running_loop() is self._loop:
             self._start_task()
         else:
@@ -92,23 +126,18 @@ class EventBus:
         if self._first is None or self._loop is None or self._loop.is_closed():
             return
         if isinstance(self._first, AsyncCallbackManager):
-            self._loop.call_soon_threadsafe(self._start_task)
+            with suppress(RuntimeError):  # closed since: nobody listens any more
+                self._loop.call_soon_threadsafe(self._start_task)
 
     def close(self) -> None:
-        """The run has ended: its bus with it. What is not delivered yet is dropped."""
+        """The run has ended: its bus with it. Nothing more is taken in."""
         self.flush()
         self._is_closed = True
 
-    def _deliver(self) -> None:
-        while self._waiting and self._is_busy.acquire(blocking=False):
-            try:
-                while self._waiting:
-                    event, origin = self._waiting.popleft()
-                    self._dispatch(event, origin)
-            finally:
-                self._is_busy.release()
+    # -- inside --------------------------------------------------------------------------
 
-    def _dispatch(self, event: KVEvent, origin: Origin) -> None:
+    def _dispatch(self, item: tuple[KVEvent, Origin]) -> None:
+        event, origin = item
         manager = CallbackManager(
             handlers=self._hearers(origin),
             parent_run_id=origin.run_id,
@@ -121,28 +150,41 @@ class EventBus:
             self._on_error(error)
 
     def _start_task(self) -> None:
-        if self._waiting:
-            task = asyncio.get_running_loop().create_task(self._adeliver())
+        if self._events.waiting:
+            task = asyncio.get_running_loop().create_task(self._events.arun(self._adispatch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _adeliver(self) -> None:
-        while self._waiting and self._is_busy.acquire(blocking=False):
-            try:
-                while self._waiting:
-                    event, origin = self._waiting.popleft()
-                    await self._adispatch(event, origin)
-            finally:
-                self._is_busy.release()
-
-    async def _adispatch(self, event: KVEvent, origin: Origin) -> None:
+    async def _adispatch(self, item: tuple[KVEvent, Origin]) -> None:
         # Not by the asynchronous manager: it takes several turns of the loop for each event,
         # and the last node's events would come after the end of the graph.
+        event, origin = item
         for handler in self._hearers(origin):
-            try:
-                await _tell(handler, event, origin)
-            except Exception as error:
-                self._on_error(error)
+            act = partial(
+                handler.on_custom_event,
+                event.name,
+                event.data,
+                run_id=origin.run_id,
+                tags=list(origin.tags),
+                metadata=dict(origin.metadata),
+            )
+            if inspect.iscoroutinefunction(handler.on_custom_event):
+                try:
+                    await act()
+                except Exception as error:
+                    self._on_error(error)
+            elif handler.run_inline:
+                self._call(act)
+            else:
+                lane = self._threaded.setdefault(id(handler), Lane())
+                lane.waiting.append(partial(copy_context().run, act))
+                asyncio.get_running_loop().run_in_executor(None, lane.run, self._call)
+
+    def _call(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._on_error(error)
 
     def _hearers(self, origin: Origin) -> list[BaseCallbackHandler]:
         known = self._managers.get(origin.graph_run_id) or self._first
@@ -154,23 +196,6 @@ def _hears(handler: BaseCallbackHandler) -> bool:
     """Whether a handler does anything with such an event."""
     silent = (RunManagerMixin.on_custom_event, AsyncCallbackHandler.on_custom_event)
     return not handler.ignore_custom_event and type(handler).on_custom_event not in silent
-
-
-async def _tell(handler: BaseCallbackHandler, event: KVEvent, origin: Origin) -> None:
-    act = partial(
-        handler.on_custom_event,
-        event.name,
-        event.data,
-        run_id=origin.run_id,
-        tags=list(origin.tags),
-        metadata=dict(origin.metadata),
-    )
-    if inspect.iscoroutinefunction(handler.on_custom_event):
-        await act()
-    elif handler.run_inline:
-        act()
-    else:
-        await asyncio.get_running_loop().run_in_executor(None, copy_context().run, act)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from sidequest_langchain.graph.events import EventName, KVEvent
-from sidequest_langchain.graph.runs import Listener, PrunePlan, Root, Step
+from sidequest_langchain.graph.runs import Listener, PrunePlan, Root, Serials, Step
 from sidequest_langchain.labels import PathSelector
 
 
@@ -32,6 +32,8 @@ class Post:
     """What the receipt calls it."""
     root: Root
     step: Step | None = None
+    before: Serials | None = None
+    """Only paths begun before the caches' counters stood here."""
     is_asked_for: bool = False
     """The application asked: reported even if there was nothing to release."""
 

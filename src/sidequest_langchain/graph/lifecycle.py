@@ -9,6 +9,9 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 from uuid import UUID
 
@@ -49,9 +52,9 @@ class Lifecycle:
     the cache.
     """
 
-    def __init__(self, cache: Callable[[], Cache | None], retain: Retain | None) -> None:
-        self._cache = cache
-        """The cache, `None` while the model is not loaded: then there is nothing to release."""
+    def __init__(self, caches: Callable[[], tuple[Cache, ...]], retain: Retain | None) -> None:
+        self._caches = caches
+        """Finds the caches; none while the model is not loaded: there is nothing to release."""
         self._book = RunBook(Retention(retain))
         self._lock = threading.Lock()
 
@@ -59,10 +62,9 @@ class Lifecycle:
 
     def start_run(self, listener: Listener, started: Started) -> None:
         """A chain, graph, node or tool begins."""
-        cache = self._cache()
-        serial = 0 if cache is None else cache.serial
+        serials = {id(cache): cache.serial for cache in self._caches()}
         with self._lock:
-            effects = self._book.start_run(listener, started, serial)
+            effects = self._book.start_run(listener, started, serials)
         self._carry_out(effects)
 
     def end_run(self, run_id: UUID, error: BaseException | None = None) -> None:
@@ -154,16 +156,16 @@ class Lifecycle:
         return releases
 
     def _post(self, post: Post) -> Releases:
-        cache = self._cache()
-        if cache is None:
-            return []
-        try:
-            release = cache.post_release(post.selector, reason=post.reason, name=post.name)
-        except EngineClosedError:
-            logger.debug("the engine is closed: nothing is left to release for %s", post.name)
-            return []
-        release.add_done_callback(lambda done: self._report(post, done))
-        return [release]
+        releases: Releases = []
+        for cache in self._caches():
+            selector = post.selector
+            if post.before is not None:
+                selector = replace(selector, n_serial_below=post.before.get(id(cache), 0))
+            with suppress(EngineClosedError):
+                releases.append(cache.post_release(selector, reason=post.reason, name=post.name))
+        for release in releases:
+            release.add_done_callback(partial(self._report, post))
+        return releases
 
     def _report(self, post: Post, done: Future[ReleaseReceipt]) -> None:
         """Tell what a release freed; in the engine's thread, so it must not raise or wait."""

@@ -77,12 +77,11 @@ class Retention:
         root.unfinished.discard((ref.thread_id, ref.checkpoint_ns))
         if not root.may_repeat(step):
             return []
-        selector = PathSelector(
-            thread_id=ref.thread_id, at_ns=ref.checkpoint_ns, n_serial_below=step.serial
-        )
+        selector = PathSelector(thread_id=ref.thread_id, at_ns=ref.checkpoint_ns)
         return [
             Post(
                 selector=selector,
+                before=step.serials,
                 reason="attempt abandoned",
                 name=ref.checkpoint_ns,
                 root=root,

@@ -20,6 +20,10 @@ Visit = tuple[str | None, str]
 """One visit of a node: its thread and its namespace. Attempts and resumes share it."""
 
 
+Serials = Mapping[int, int]
+"""How many paths were begun in each cache, by the identity of the cache."""
+
+
 class Listener(Protocol):
     """A handler: it hears of the runs that it was told about."""
 
@@ -156,7 +160,7 @@ class Step:
     graph_run_id: UUID | None
     root: Root
     ref: StepRef
-    serial: int
+    serials: Serials
     """Paths begun before this attempt."""
     started: Started
     audience: list[Listener]

@@ -27,7 +27,7 @@ from sidequest_langchain.models.versions import check_transformers
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class LoadedModel:
     """A model in memory, with its tokenizer and what is known of where it came from."""
 
