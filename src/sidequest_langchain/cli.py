@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -63,8 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", status=130)
     except BrokenPipeError:  # the reader, `head` for instance, has seen enough
-        sys.stdout = None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _say(text: str) -> None:
+    """Print at once, so that a reader that has gone is noticed here."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _fail(message: str, *, status: int) -> int:
@@ -144,7 +151,7 @@ def _pull(model: str, *, force: bool, check: bool, keep_gguf: bool) -> int:
     lines = [f"{model} is ready at {folder} ({_size_below(folder)}, {_since(began_s)})"]
     if keep_gguf:
         lines.append(f"its .gguf file is at {kept_gguf(model)}")
-    sys.stdout.write("\n".join(lines) + "\n")
+    _say("\n".join(lines) + "\n")
     return 0
 
 
@@ -164,11 +171,13 @@ def _models() -> int:
             in_units(entry.download_bytes),
             f"{entry.description}{default}; {entry.licence}",
         )
-    console.print(table)
+    with console.capture() as drawn:
+        console.print(table)
+    _say(drawn.get())
     others = _converted_files()
     if others:
-        console.print(f"\nconverted from .gguf files: {', '.join(others)}", highlight=False)
-    console.print(f"\nkept in {home()}", highlight=False, soft_wrap=True)
+        _say(f"\nconverted from .gguf files: {', '.join(others)}\n")
+    _say(f"\nkept in {home()}\n")
     return 0
 
 

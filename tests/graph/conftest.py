@@ -18,13 +18,19 @@ BYTES_PER_TOKEN = 512
 """Of the tiny llama."""
 
 
+_ANSWERS: dict[tuple[tuple[int, ...], int], list[int]] = {}
+"""The oracle's answers: all tiny llamas have the same weights."""
+
+
 class Tiny(SideQuestChatModel):
     """A chat model over a tiny llama, with its oracle."""
 
     def expected(self, messages: Any, n: int | None = None) -> list[int]:
         """What plain transformers answer to `messages`, from scratch."""
-        ids = self.prompt_ids(messages)
-        return greedy(self.engine._core.adapter.model, ids, n or self.max_tokens or 8)
+        asked = (tuple(self.prompt_ids(messages)), n or self.max_tokens or 8)
+        if asked not in _ANSWERS:
+            _ANSWERS[asked] = greedy(tiny_model("llama"), *asked)
+        return _ANSWERS[asked]
 
     def answered(self, message: Any) -> list[int]:
         """The token ids of a reply."""

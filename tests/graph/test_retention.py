@@ -372,3 +372,50 @@ async def test_siblings_of_a_failed_step_are_cancelled_and_leave_nothing() -> No
     ]
     assert model.kv.labels() == []
     check_events(log.events)
+
+
+# -- graphs inside of graphs -------------------------------------------------------------
+
+
+def test_a_graph_run_on_a_thread_of_its_own_pauses_by_itself() -> None:
+    model, log = fake_model(retain="run"), Log()
+
+    def asks(state: dict[str, Any]) -> dict[str, Any]:
+        model.invoke("hi")
+        interrupt("ok?")
+        return {}
+
+    inner = chain(("asks", asks), checkpointer=InMemorySaver())
+
+    def calls(state: dict[str, Any]) -> dict[str, Any]:
+        model.invoke("hi")
+        return {"said": [str(inner.invoke({}, on("inner")))]}
+
+    app = attach(chain(("calls", calls)), model, on_event=log, strict=True)
+    assert "__interrupt__" in app.invoke({"said": []}, on("outer"))["said"][0]
+    assert log.outcomes() == [("asks", "interrupted"), ("calls", "ok")]
+    assert [(lb.thread_id, lb.node) for lb in model.kv.labels()] == [("inner", "asks")]
+    attach(inner, model, strict=True).invoke(Command(resume=1), on("inner"))
+    assert model.kv.labels() == []
+
+
+def test_a_long_run_does_not_grow_by_its_steps() -> None:
+    model, sizes = fake_model(), []
+    inner = attach(chain(("in", says(model))), model)
+
+    def again(state: dict[str, Any]) -> Command[Any]:
+        n = state["n"]
+        inner.invoke({})
+        (root,) = {run.root for run in handler.lifecycle._book.runs.values()}
+        books = (root.n_starts, root.namespaces, root.first_supersteps, root.run_ids)
+        sizes.append([len(book) for book in (*books, root.bus._managers, root.unfinished)])
+        return Command(goto="again" if n < 60 else "__end__", update={"n": n + 1})
+
+    builder = StateGraph(State)
+    builder.add_node("again", again, destinations=("again", "__end__"))
+    builder.add_edge(START, "again")
+    app = attach(builder.compile(), model, strict=True)
+    handler = app.config["callbacks"][0]
+    app.invoke({"n": 0}, on("t", recursion_limit=100))
+    assert len(sizes) == 61
+    assert sizes[-1] == sizes[2]

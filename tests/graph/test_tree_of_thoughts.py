@@ -86,12 +86,8 @@ def test_eight_sends_are_eight_paths_over_one_trunk(how: str, tiny_chat: MakeCha
         i = int(label.branch[1:])
         assert model.answered(AIMessage("", id=label.call_id)) == model.expected(thought(i))
     # Siblings may share more than the common trunk; the tree holds each distinct row once.
-    heads = {
-        tuple([*model.prompt_ids(thought(i)), *model.expected(thought(i))][:n])
-        for i in range(8)
-        if i != 3
-        for n in range(1, stored(model, i) + 1)
-    }
+    rows = {i: (*model.prompt_ids(thought(i)), *model.expected(thought(i))) for i in range(8)}
+    heads = {rows[i][: n + 1] for i in rows if i != 3 for n in range(stored(model, i))}
     assert model.n_bytes == BYTES_PER_TOKEN * len(heads)
     assert model.kv.usage().n_prefilled_tokens < 2 * n_trunk(model) + 8 * 20
     check_events(log.events)

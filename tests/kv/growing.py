@@ -30,6 +30,11 @@ LAYOUT: KVLayout = (
 TOKEN_BYTES = 88
 
 
+def bytes_of(n_tokens: int) -> int:
+    """Bytes of K and V of so many tokens."""
+    return n_tokens * TOKEN_BYTES
+
+
 def ids(text: str) -> list[int]:
     """Token ids of a text: one a letter."""
     return [ord(letter) for letter in text]

@@ -103,7 +103,9 @@ def agrees(found, wanted, way, *, n_queries, n_heads):
     )
 
 
-def check(way, seed, n_queries, n_keys, kind="none", *, heads=(4, 2, 16), value_dim=None, softcap=None):
+def check(
+    way, seed, n_queries, n_keys, kind="none", *, heads=(4, 2, 16), value_dim=None, softcap=None
+):
     q, k, v = draw(seed, way, n_queries, n_keys, heads, value_dim)
     given, table = mask_of(kind, seed, n_queries, n_keys, q.device)
     scaling = heads[2] ** -0.5 * 1.3
@@ -213,7 +215,9 @@ def test_an_empty_part_changes_nothing():
     q, k, v = draw(10, (math_partial, "cpu", torch.float32), 4, 6)
     out, lse = math_partial(q, k, v, scaling=0.3)
     nothing = torch.full_like(out, 1e6), torch.full_like(lse, -math.inf)
-    merged = merge(torch.stack([nothing[0], out, nothing[0]]), torch.stack([nothing[1], lse, nothing[1]]))
+    merged = merge(
+        torch.stack([nothing[0], out, nothing[0]]), torch.stack([nothing[1], lse, nothing[1]])
+    )
     torch.testing.assert_close(merged, out)
 
 

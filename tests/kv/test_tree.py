@@ -1,36 +1,9 @@
-"""The life of a path by example: match, begin, reserve, extend, crop, commit, discard."""
+"""How a path begins and grows, by example: match, begin, reserve, extend, crop."""
 
 from __future__ import annotations
 
-import pytest
-
-from sidequest_langchain.kv.integrity import check_integrity
 from sidequest_langchain.kv.segment import GROWTH_ROWS
-from tests.kv.growing import (
-    TOKEN_BYTES,
-    Grove,
-    check_rows,
-    ids,
-    reachable_bytes,
-    resident_heads,
-    storage_bytes,
-    text_of,
-)
-
-
-@pytest.fixture
-def grove():
-    """A tree that is audited, down to every row, when the test ends."""
-    grove = Grove()
-    yield grove
-    check_integrity(grove.tree)
-    check_rows(grove)
-    assert reachable_bytes(grove.tree) == grove.tree.n_bytes
-
-
-def bytes_of(n_tokens):
-    return n_tokens * TOKEN_BYTES
-
+from tests.kv.growing import bytes_of, ids, text_of
 
 # -- match ---------------------------------------------------------------------------------
 
@@ -38,7 +11,9 @@ def bytes_of(n_tokens):
 def test_matches_the_longest_resident_head(grove):
     grove.run("abcd")
     grove.run("abxy")
-    lengths = {t: grove.tree.match("s", ids(t))[1] for t in ["abcdz", "abxyz", "abq", "ab", "zab", ""]}
+    lengths = {
+        t: grove.tree.match("s", ids(t))[1] for t in ["abcdz", "abxyz", "abq", "ab", "zab", ""]
+    }
     assert lengths == {"abcdz": 4, "abxyz": 4, "abq": 2, "ab": 2, "zab": 0, "": 0}
 
 
@@ -65,6 +40,19 @@ def test_scopes_share_nothing(grove):
     assert other.n_reused == 0
     assert (grove.drawing("mine"), grove.drawing("theirs")) == ("abcd", "abcd")
     assert grove.tree.n_bytes == bytes_of(8)
+
+
+def test_matches_on_past_a_running_tip_that_repeats_a_part(grove):
+    running = grove.begin("abx")
+    grove.feed(running, "a")
+    grove.run("abc")
+    grove.run("abcdef")
+    grove.feed(running, "bx")
+    found, n = grove.tree.match("s", ids("abcdefg"))
+    assert (n, found.is_open) == (6, False)
+    assert grove.begin("abcde").n_reused == 5
+    grove.tree.commit(running)
+    assert grove.drawing() == "a(b(c(de(* f)) x))"
 
 
 def test_matches_rows_that_a_running_path_has_written(grove):
@@ -157,6 +145,17 @@ def test_cuts_an_open_tip_even_at_its_very_end(grove):
     assert grove.drawing() == "ab(cd x)"
 
 
+def test_heads_cut_off_two_running_tips_are_stored_once(grove):
+    pair = [grove.begin("abcx"), grove.begin("abcy")]
+    for path, text in zip(pair, ["abcx", "abcy"], strict=True):
+        grove.feed(path, text)
+    others = [grove.begin("abcxz"), grove.begin("abcyz")]
+    for path in [*others, *pair]:
+        grove.tree.commit(path)
+    assert grove.drawing() == "abc(x y)"
+    assert grove.tree.n_bytes == bytes_of(5)
+
+
 # -- reserve, extend, crop -----------------------------------------------------------------
 
 
@@ -210,127 +209,3 @@ def test_a_path_cropped_to_nothing_ends_where_it_began(grove):
     grove.tree.crop(path, 0)
     grove.tree.commit(path)
     assert (path.tip, grove.drawing()) == (trunk.tip, "ab")
-
-
-# -- commit --------------------------------------------------------------------------------
-
-
-def test_commit_gives_back_the_room_to_grow(grove):
-    path = grove.begin("ab")
-    grove.feed(path, "abc", at_once=False)
-    assert grove.tree.n_bytes > bytes_of(3)
-    grove.tree.commit(path)
-    assert (path.tip.capacity, path.tip.is_open, path.is_running) == (3, False, False)
-    assert grove.tree.n_bytes == bytes_of(3)
-
-
-def test_a_path_without_a_single_row_leaves_nothing(grove):
-    path = grove.begin("ab")
-    grove.tree.commit(path)
-    assert (grove.tree.paths, grove.drawing()) == ({}, "")
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_siblings_with_equal_tokens_become_one(grove, order):
-    pair = [grove.begin("ab"), grove.begin("ab")]
-    for path in pair:
-        grove.feed(path, "ab")
-    assert grove.tree.n_bytes == bytes_of(4)
-    for i in order:
-        grove.tree.commit(pair[i])
-    assert grove.drawing() == "ab"
-    assert pair[0].tip is pair[1].tip
-    assert grove.tree.n_bytes == bytes_of(2)
-    assert grove.tree.n_tokens == 2
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_siblings_with_an_equal_head_share_it(grove, order):
-    texts = ["abcx", "abyyy"]
-    pair = [grove.begin(text) for text in texts]
-    for path, text in zip(pair, texts, strict=True):
-        grove.feed(path, text)
-    for i in order:
-        grove.tree.commit(pair[i])
-    assert grove.drawing() == "ab(cx yyy)"
-    assert [text_of(path) for path in pair] == texts
-    assert grove.tree.n_bytes == bytes_of(7)
-
-
-def test_a_late_sibling_descends_through_what_is_there(grove):
-    late = grove.begin("abcdez")
-    grove.feed(late, "abcdez")
-    grove.run("abcdef")
-    assert grove.drawing() == "abcde(f z*)"
-    later = grove.begin("qabc")
-    grove.feed(later, "q")
-    grove.run("qabxy")
-    grove.feed(later, "abxyw")
-    grove.tree.commit(later)
-    assert grove.drawing() == "abcde(f z*) q(abxy(w))"
-
-
-def test_shares_with_a_sibling_that_still_runs(grove):
-    running = grove.begin("abcd")
-    done = grove.begin("abx")
-    grove.feed(running, "abcd")
-    grove.feed(done, "abx")
-    tip = running.tip
-    grove.tree.commit(done)
-    assert grove.drawing() == "ab(cd* x)"
-    assert running.tip is tip
-    grove.feed(running, "e")
-    grove.tree.commit(running)
-    assert grove.drawing() == "ab(cde x)"
-
-
-# -- discard -------------------------------------------------------------------------------
-
-
-def test_discard_undoes_the_path_exactly(grove):
-    grove.run("abcd")
-    before = grove.drawing(), grove.tree.n_bytes, grove.tree.n_tokens, resident_heads(grove.tree)
-    path = grove.begin("abcdxy")
-    grove.feed(path, "xyz", at_once=False)
-    grove.tree.discard(path)
-    after = grove.drawing(), grove.tree.n_bytes, grove.tree.n_tokens, resident_heads(grove.tree)
-    assert after == before
-    assert list(grove.tree.paths) == [0]
-
-
-def test_discard_leaves_a_head_that_another_path_took_over(grove):
-    failed = grove.begin("abcd")
-    grove.feed(failed, "abcd")
-    other = grove.begin("abx")
-    grove.tree.discard(failed)
-    assert grove.drawing() == "ab(*)"
-    grove.tree.discard(other)
-    assert (grove.drawing(), grove.tree.n_bytes) == ("", 0)
-
-
-def test_discard_before_the_first_row(grove):
-    grove.tree.discard(grove.begin("ab"))
-    assert (grove.drawing(), grove.tree.paths) == ("", {})
-
-
-# -- storage -------------------------------------------------------------------------------
-
-
-def test_no_view_keeps_a_larger_storage_alive(grove):
-    path = grove.begin("abcdefgh")
-    grove.feed(path, "abcdefgh")
-    grove.tree.commit(path)
-    grove.run("abx")
-    grove.run("abcdy")
-    tensors = [t for s in grove.tree.segments() for t in (*s.keys, *s.values)]
-    assert storage_bytes(tensors) == bytes_of(10) == grove.tree.n_bytes
-    assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
-
-
-def test_the_peak_counts_what_was_resident_at_once(grove):
-    first = grove.begin("abcd")
-    grove.feed(first, "abcd")
-    second = grove.begin("xy")
-    grove.feed(second, "xy")
-    grove.tree.discard(first)
-    assert (grove.tree.n_bytes, grove.tree.peak_bytes) == (bytes_of(2), bytes_of(6))

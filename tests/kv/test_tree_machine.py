@@ -16,7 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sidequest_langchain.kv.integrity import check_integrity
 from sidequest_langchain.kv.segment import Path, Segment, n_common
 from sidequest_langchain.labels import PathSelector, StepLabel
-from tests.kv.growing import TOKEN_BYTES, Grove, check_rows, resident_heads, storage_bytes, tokens_to
+from tests.kv.growing import (
+    TOKEN_BYTES,
+    Grove,
+    check_rows,
+    resident_heads,
+    storage_bytes,
+    tokens_to,
+)
 
 TEXT = st.text("ab", max_size=5)
 PROMPTS = st.text("ab", min_size=1, max_size=9)
@@ -83,17 +90,13 @@ class TreeMachine(RuleBasedStateMachine):
 
     def needed(self, *, held_only: bool = False) -> set[tuple[str, tuple[int, ...]]]:
         """(scope, tokens up to it) of every row that somebody needs."""
-        ends = [
-            (c.scope, tuple(c.tokens)) for c in self.claims if not held_only or self.is_held(c)
-        ]
+        ends = [(c.scope, tuple(c.tokens)) for c in self.claims if not held_only or self.is_held(c)]
         ends += [(pin.scope, tuple(pin.tokens)) for pin in self.pins]
         return {(scope, t[:n]) for scope, t in ends for n in range(1, len(t) + 1)}
 
     def drop_idle(self, is_let_go: Callable[[Claim], bool] = lambda claim: False) -> None:
         """Forget claims that were let go or are down to no token, but for those still held."""
-        self.claims = [
-            c for c in self.claims if self.is_held(c) or (c.tokens and not is_let_go(c))
-        ]
+        self.claims = [c for c in self.claims if self.is_held(c) or (c.tokens and not is_let_go(c))]
 
     # -- acts ------------------------------------------------------------------------------
 
@@ -101,7 +104,9 @@ class TreeMachine(RuleBasedStateMachine):
     def begin(self, scope, prompt, label, superseded):
         wanted = [ord(letter) for letter in prompt]
         heads = self.needed()
-        longest = max(n for n in range(len(wanted) + 1) if not n or (scope, tuple(wanted[:n])) in heads)
+        longest = max(
+            n for n in range(len(wanted) + 1) if not n or (scope, tuple(wanted[:n])) in heads
+        )
         assert self.tree.match(scope, wanted)[1] == longest
         path = self.grove.begin(prompt, f"c{self.tree.serial % 10}", scope, **label)
         assert path.n_reused == longest

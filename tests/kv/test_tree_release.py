@@ -1,4 +1,4 @@
-"""Letting go by example: release, predict, pin, supersede and sweep, to the byte."""
+"""Releases by example, to the byte: what goes, what stays, who is meant, what was predicted."""
 
 from __future__ import annotations
 
@@ -7,29 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from sidequest_langchain.kv.integrity import check_integrity
 from sidequest_langchain.labels import PathSelector
-from tests.kv.growing import TOKEN_BYTES, Grove, check_rows, reachable_bytes, text_of
-
-
-@pytest.fixture
-def grove():
-    """A tree that is audited, down to every row, when the test ends."""
-    grove = Grove()
-    yield grove
-    check_integrity(grove.tree)
-    check_rows(grove)
-    assert reachable_bytes(grove.tree) == grove.tree.n_bytes
-
-
-def bytes_of(n_tokens):
-    return n_tokens * TOKEN_BYTES
-
-
-def over(tree, n_tokens):
-    """Whether more than `n_tokens` are resident, as a budget asks."""
-    return lambda: tree.n_tokens > n_tokens
-
+from tests.kv.growing import bytes_of, text_of
 
 # -- release -------------------------------------------------------------------------------
 
@@ -202,6 +181,7 @@ def test_a_selector_frees_the_paths_it_means(grove, selector, meant):
 def test_a_receipt_says_what_was_asked(grove, selector, name):
     assert grove.tree.release(selector, reason="").path == name
     assert grove.tree.release(selector, reason="", name="given").path == "given"
+    assert grove.tree.predict_release(selector).path == name
     assert grove.tree.predict_release(selector, name="given").path == "given"
 
 
@@ -223,153 +203,3 @@ def test_a_prediction_is_the_receipt_and_changes_nothing(grove):
     receipt = grove.tree.release(selector, reason="prediction", name=predicted.path)
     assert receipt == predicted
     assert receipt.freed_bytes == before[1] - grove.tree.n_bytes
-
-
-# -- pin -----------------------------------------------------------------------------------
-
-
-def test_a_pin_outlives_releases_until_it_is_taken_off(grove):
-    grove.run("ab", branch="trunk")
-    path = grove.run("abcd", branch="b")
-    pins = [grove.tree.pin(path), grove.tree.pin(path)]
-    receipt = grove.release("b")
-    assert (receipt.freed_bytes, receipt.n_deferred) == (0, 1)
-    assert grove.release("trunk").freed_bytes == 0
-    grove.tree.unpin(pins[0])
-    assert grove.drawing() == "ab(cd)"
-    grove.tree.unpin(pins[1])
-    assert (grove.drawing(), grove.tree.paths) == ("", {})
-    late = grove.receipts[-1]
-    assert (late.path, late.reason, late.freed_bytes) == (
-        "b",
-        "released while pinned",
-        bytes_of(4),
-    )
-
-
-def test_a_pin_taken_off_a_path_in_use_frees_nothing(grove):
-    path = grove.run("abcd", branch="b")
-    grove.tree.unpin(grove.tree.pin(path))
-    assert (grove.drawing(), len(grove.receipts)) == ("abcd", 0)
-
-
-def test_a_pin_holds_every_path_on_that_tip(grove):
-    one = grove.run("abcd", branch="one")
-    grove.run("abcd", branch="two")
-    pinned = grove.tree.pin(one)
-    assert grove.release("two").n_deferred == 1
-    grove.tree.unpin(pinned)
-    assert [p.label.branch for p in grove.tree.paths.values()] == ["one"]
-
-
-def test_a_pinned_segment_that_is_split_stays_pinned_as_a_whole(grove):
-    path = grove.run("abcdef", branch="b")
-    pinned = grove.tree.pin(path)
-    grove.run("abx", branch="other")
-    grove.release("b")
-    grove.release("other")
-    assert grove.drawing() == "ab(cdef)"
-    grove.tree.unpin(pinned)
-    assert grove.drawing() == ""
-
-
-def test_a_path_pinned_and_released_while_it_runs_goes_with_the_pin(grove):
-    path = grove.begin("abcd", branch="b")
-    grove.feed(path, "abcd")
-    pinned = grove.tree.pin(path)
-    grove.release("b")
-    grove.tree.commit(path)
-    assert (grove.drawing(), grove.receipts[-1].n_deferred) == ("abcd", 1)
-    grove.tree.unpin(pinned)
-    assert (grove.drawing(), grove.receipts[-1].freed_bytes) == ("", bytes_of(4))
-
-
-# -- supersede -----------------------------------------------------------------------------
-
-
-def test_supersede_frees_what_lies_beyond_the_common_head(grove):
-    grove.run("ab<thought>c", "old")
-    new = grove.begin("abcd")
-    grove.tree.supersede(new, ["old", "unknown"])
-    assert grove.drawing() == "ab(*)"
-    grove.feed(new, "cd")
-    grove.tree.commit(new)
-    assert grove.drawing() == "ab(cd)"
-    assert grove.tree.n_bytes == bytes_of(4)
-    assert text_of(grove.tree.paths[0]) == "ab"
-
-
-def test_supersede_leaves_the_branches_of_other_calls(grove):
-    grove.run("abxxc", "old")
-    grove.run("abxxd", "sibling")
-    grove.run("abxxcff", "child")
-    new = grove.begin("abc")
-    grove.tree.supersede(new, ["old"])
-    assert grove.drawing() == "ab(* xx(c(ff) d))"
-    assert text_of(grove.tree.paths[0]) == "ab"
-    grove.tree.supersede(new, ["child"])
-    assert grove.drawing() == "ab(* xx(d))"
-
-
-def test_supersede_leaves_a_call_that_runs_or_is_pinned(grove):
-    running = grove.begin("abxx", "running")
-    grove.feed(running, "abxx")
-    pinned = grove.run("abyy", "pinned")
-    grove.tree.pin(pinned)
-    new = grove.begin("abc")
-    grove.tree.supersede(new, ["running", "pinned"])
-    assert grove.drawing() == "ab(* xx* yy)"
-
-
-def test_supersede_of_a_call_with_nothing_in_common(grove):
-    grove.run("xyz", "old")
-    grove.run("pqr", "old too")
-    grove.run("pqrst", "child")
-    new = grove.begin("abc")
-    grove.tree.supersede(new, ["old", "old too"])
-    assert grove.drawing() == "* pqr(st)"
-    assert [p.label.call_id for p in grove.tree.paths.values()] == ["child", new.label.call_id]
-
-
-# -- sweep ---------------------------------------------------------------------------------
-
-
-def test_sweep_frees_the_least_recently_used_leaf_first(grove):
-    for text in ["abcc", "abdd", "abee"]:
-        grove.run(text)
-    grove.run("abcc")
-    assert grove.tree.sweep(over(grove.tree, 7)) == bytes_of(2)
-    assert grove.drawing() == "ab(cc ee)"
-    grove.tree.sweep(over(grove.tree, 5))
-    assert grove.drawing() == "ab(cc)"
-    assert text_of(grove.tree.paths[1]) == "ab"
-
-
-def test_sweep_stops_as_soon_as_it_can_and_does_nothing_below_the_budget(grove):
-    grove.run("abcd")
-    grove.run("xy")
-    assert grove.tree.sweep(over(grove.tree, 6)) == 0
-    assert grove.tree.sweep(over(grove.tree, 5)) == bytes_of(4)
-    assert grove.drawing() == "xy"
-
-
-def test_sweep_never_takes_what_runs_or_is_pinned(grove):
-    grove.run("abcd")
-    running = grove.begin("abcdef")
-    grove.feed(running, "e")
-    pinned = grove.run("xyz")
-    grove.tree.pin(pinned)
-    grove.run("qq")
-    assert grove.tree.sweep(lambda: True) == bytes_of(2)
-    assert grove.drawing() == "abcd(e*) xyz"
-
-
-def test_sweep_of_a_shared_leaf_moves_all_its_paths_up(grove):
-    grove.run("ab", "trunk")
-    grove.run("abcd", "one")
-    grove.run("abcd", "two")
-    freed = grove.tree.sweep(over(grove.tree, 2))
-    assert freed == bytes_of(2)
-    assert [text_of(p) for p in grove.tree.paths.values()] == ["ab"] * 3
-    grove.tree.sweep(over(grove.tree, 0))
-    assert (grove.drawing(), grove.tree.paths, grove.tree.n_bytes) == ("", {}, 0)

@@ -238,7 +238,7 @@ class TestPlacement:
         with pytest.raises(ConfigError, match="no MPS device"):
             self._choose(device="mps")
 
-    def test_is_refused_before_anything_is_fetched(self, monkeypatch):
+    def test_is_refused_before_anything_is_fetched(self, home):
         with pytest.raises(ConfigError, match="dtype"):
             load("smollm2-135m", dtype="int8", progress=lambda stage: pytest.fail("it began"))
 

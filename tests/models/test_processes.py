@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -68,7 +69,11 @@ def test_killed_while_writing(home, entry, shop, tmp_path):
     assert not model_folder("tiny").exists()
     assert not installed(entry)
 
-    pull(entry, download=shop, convert=copying_convert)
+    def convert(blob: Path, folder: Path, on_stage: Callable[[str], None]) -> None:
+        assert len(list((home / ".staging" / "tiny").iterdir())) == 1, "the old remains are gone"
+        copying_convert(blob, folder, on_stage)
+
+    pull(entry, download=shop, convert=convert)
 
     assert installed(entry)
     assert (model_folder("tiny") / "model.safetensors").read_bytes() == BLOB

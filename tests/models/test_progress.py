@@ -79,8 +79,12 @@ def test_log_lines_where_nobody_looks(caplog, monkeypatch):
     monkeypatch.setattr("sys.stderr", io.StringIO())
     with caplog.at_level(logging.INFO, logger="sidequest_langchain"), shown(None) as progress:
         progress(Stage(text="downloading"))
+        progress(Stage(text="converting"))
 
-    assert caplog.messages == ["downloading"]
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "downloading"),
+        ("INFO", "converting"),
+    ]
 
 
 def test_the_report_that_is_given_is_used():

@@ -59,14 +59,19 @@ def test_no_network_is_said_in_a_few_seconds(tmp_path, entry, monkeypatch):
 
 
 def test_a_source_package_is_never_built(tmp_path, shelf):
-    """Downloading one would run its setup.py."""
+    """Downloading one would run code of its own, to learn its metadata."""
     trace = tmp_path / "it-ran"
-    script = f"open({str(trace)!r}, 'w').close()\n".encode()
+    files = {
+        "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "evil"\n'
+        'backend-path = ["."]\n',
+        "evil.py": f"open({str(trace)!r}, 'w').close()\n",
+        "PKG-INFO": "Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n",
+    }
     with tarfile.open(shelf / "evil-1.0.tar.gz", "w:gz") as archive:
-        for name, text in {"evil-1.0/setup.py": script, "evil-1.0/PKG-INFO": b""}.items():
-            member = tarfile.TarInfo(name)
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"evil-1.0/{name}")
             member.size = len(text)
-            archive.addfile(member, io.BytesIO(text))
+            archive.addfile(member, io.BytesIO(text.encode()))
     part = WheelPart(package="evil", version="1.0", member="evil/data.bin")
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -95,7 +95,8 @@ class ModelFields(Entries):
         return {
             **self._sampling_fields,
             **others,
-            "stop": list(as_stops(self.stop)),
+            # LangChain puts the stop strings of the call under "stop".
+            "model_stop": list(as_stops(self.stop)),
             "chat_template": template if template is None else json.dumps(template, sort_keys=True),
             "weights": self.engines.identity,
         }

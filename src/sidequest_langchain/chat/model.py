@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import Any
 
+from langchain_core.caches import BaseCache
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.base import LangSmithParams
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import BaseMessage, HumanMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 
 from sidequest_langchain.chat.engines import EngineCell
@@ -45,7 +46,7 @@ class SideQuestChatModel(ServedModel):
         tokenizer: Any,
         *,
         name: str = "",
-        cache: CacheConfig | None = None,
+        cache: CacheConfig | BaseCache | bool | None = None,
         **settings: Any,
     ) -> SideQuestChatModel:
         """A chat model over transformers objects that you loaded.
@@ -54,17 +55,18 @@ class SideQuestChatModel(ServedModel):
             model: A causal language model; it is used as it is, where it is.
             tokenizer: Its tokenizer; it is copied.
             name: What to call it; by default the name it was loaded by.
-            cache: Settings of the KV cache.
+            cache: Settings of the KV cache, or LangChain's cache of answers.
             settings: Any other setting of a chat model.
 
         Raises:
             UnsupportedModelError: The architecture cannot be served exactly.
             ConfigError: A setting is unknown or out of range.
         """
-        config = settings.pop("cache_config", None) or cache or CacheConfig()
-        engine = engine_over(model, tokenizer, config=config, name=name)
-        cell = EngineCell(engine)
-        return cls(model=engine.name, engines=cell, cache_config=engine.config, **settings)
+        if isinstance(cache, CacheConfig):
+            settings["cache_config"], cache = cache, None
+        engine = engine_over(model, tokenizer, config=settings.get("cache_config"), name=name)
+        settings |= {"engines": EngineCell(engine), "cache_config": engine.config}
+        return cls(model=engine.name, cache=cache, **settings)
 
     # -- counting ------------------------------------------------------------------------
 
@@ -80,14 +82,23 @@ class SideQuestChatModel(ServedModel):
         """Tokens that a call with `messages` feeds.
 
         Any part of a conversation is counted (`trim_messages` asks for such): what the template
-        refuses counts as its texts.
+        refuses is counted message by message.
         """
         if not messages:
             return 0
         try:
             return len(self.prompt_ids(messages, tools=tools or ()))
         except RequestError:
-            return sum(len(self.get_token_ids(str(message.text))) for message in messages)
+            return sum(self._count_alone(message) for message in messages)
+
+    def _count_alone(self, message: BaseMessage) -> int:
+        """Tokens of one message, rather too many than too few."""
+        calls = getattr(message, "tool_calls", None) or ""
+        try:
+            n_turn = len(self.prompt_ids([HumanMessage("")]))
+        except RequestError:  # a base model
+            n_turn = 0
+        return n_turn + len(self.get_token_ids(f"{message.text}{calls}"))
 
     # -- LangChain's hooks ---------------------------------------------------------------
 
@@ -140,7 +151,7 @@ class SideQuestChatModel(ServedModel):
     ) -> Iterator[ChatGenerationChunk]:
         call = self._prepare(messages, stop, run_manager, kwargs)
         request = _only(call.requests)
-        with closing(call.engine.stream(request)) as events:  # type: ignore[type-var]
+        with closing(call.engine.stream(request)) as events:
             for event in events:
                 for chunk in chunks_of(event, request, self.model):
                     if run_manager is not None:
@@ -156,7 +167,7 @@ class SideQuestChatModel(ServedModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         call = await self._aprepare(messages, stop, run_manager, kwargs)
         request = _only(call.requests)
-        async with aclosing(call.engine.astream(request)) as events:  # type: ignore[type-var]
+        async with aclosing(call.engine.astream(request)) as events:
             async for event in events:
                 for chunk in chunks_of(event, request, self.model):
                     if run_manager is not None:

@@ -64,7 +64,7 @@ async def arun_all(engine: Engine, requests: Sequence[GenerationRequest]) -> lis
 
 
 async def _arun(engine: Engine, request: GenerationRequest) -> GenerationResult:
-    async with aclosing(engine.astream(request)) as events:  # type: ignore[type-var]
+    async with aclosing(engine.astream(request)) as events:
         async for event in events:
             if isinstance(event, Finished):
                 return event.result

@@ -89,8 +89,7 @@ class ModelAdapter:
             last = [last[i] for i in wanted]
         token = ACTIVE.set(plan)
         try:
-            with torch.autocast(self.device.type, enabled=False):
-                return self._logits(ids, plan.positions(), last)
+            return self._logits(ids, plan.positions(), last)
         finally:
             ACTIVE.reset(token)
 
@@ -109,7 +108,11 @@ class ModelAdapter:
         inputs = torch.tensor([list(ids), positions], device=self.device)
         wanted = torch.tensor(last, dtype=torch.long, device=self.device)
         kwargs = {"logits_to_keep": wanted} if self._keeps_logits else {}
-        out = self.model(input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False, **kwargs)
+        # Whoever makes the engine may have it on: K/V is of the model's own dtype.
+        with torch.autocast(self.device.type, enabled=False):
+            out = self.model(
+                input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False, **kwargs
+            )
         logits: Tensor = out.logits[0]
         if not self._keeps_logits:
             logits = logits[wanted.to(logits.device)]

@@ -110,7 +110,15 @@ class EngineCore:
     # -- the loop ------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until closed."""
+        """Serve until closed; whatever ends the loop, nobody is left waiting."""
+        try:
+            self._serve()
+        finally:
+            with self._gate:
+                self._is_closed.set()
+            self._end()
+
+    def _serve(self) -> None:
         scheduler = self._scheduler
         while not self._is_closed.is_set():
             self._read_inbox(is_idle=not (scheduler.running or scheduler.waiting))
@@ -119,10 +127,15 @@ class EngineCore:
             except BaseException as error:
                 logger.exception("the engine's step failed; its requests fail with it")
                 self._fail(list(scheduler.running), error)
+
+    def _end(self) -> None:
+        scheduler = self._scheduler
         self._read_inbox(is_idle=False)
         closed = EngineClosedError("the engine was closed while the request ran")
         self._fail([*scheduler.running, *scheduler.waiting], closed)
-        scheduler.waiting.clear()
+        # The engine object may outlive its end: its memory must not.
+        for segment in list(self.tree.segments()):
+            segment.free()
         self.adapter.close()
 
     def _read_inbox(self, *, is_idle: bool) -> None:
@@ -139,25 +152,39 @@ class EngineCore:
         scheduler = self._scheduler
         for sequence in [s for s in (*scheduler.running, *scheduler.waiting) if s.is_cancelled]:
             self._fail([sequence], RequestCancelledError("the request was cancelled"))
-        scheduler.admit()
+        for sequence, error in scheduler.admit():
+            self._fail([sequence], error)
         shares = scheduler.plan()
         if shares:
             self._run(shares)
 
     def _run(self, shares: list[Share]) -> None:
         """Run one forward pass for `shares`; a failing one takes down nobody but itself."""
-        try:
-            logits = self._forward(shares)
-        except BaseException as error:
-            if len(shares) == 1:
-                self._fail([shares[0].sequence], error)
-                return
+        found = self._attempt(shares)
+        if isinstance(found, torch.OutOfMemoryError) and self.tree.sweep(lambda: True):
+            logger.warning("out of memory: every idle segment was released, and the step re-run")
+            found = self._attempt(shares)
+        if not isinstance(found, BaseException):
+            self._take(shares, found)
+        elif len(shares) == 1:
+            self._fail([shares[0].sequence], found)
+        else:
             # Whose fault it is shows when each runs alone; nothing was counted yet.
             logger.debug("a step of %d requests failed; each runs alone", len(shares))
             for share in shares:
                 self._run([share])
-            return
-        self._take(shares, logits)
+
+    def _attempt(self, shares: list[Share]) -> Tensor | BaseException:
+        """The logits of a pass, or what it failed with.
+
+        The error is returned, not handled where it is caught: as long as it is being handled
+        it keeps the activations of the failed pass, which a second try may need the room of.
+        """
+        try:
+            return self._forward(shares)
+        except BaseException as error:
+            _let_go(error)
+            return error
 
     def _forward(self, shares: list[Share]) -> Tensor:
         self._make_room(shares)
@@ -178,26 +205,24 @@ class EngineCore:
             )
             ids.extend(share.tokens)
         wanted = [i for i, share in enumerate(shares) if share.is_last]
-        try:
-            return self.adapter.forward(rows, ids, wanted)
-        except torch.OutOfMemoryError:
-            if not self.tree.sweep(lambda: True):
-                raise
-            logger.warning("out of memory: every idle segment was released, and the step re-run")
-            return self.adapter.forward(rows, ids, wanted)
+        return self.adapter.forward(rows, ids, wanted)
 
     def _make_room(self, shares: list[Share]) -> None:
-        config, tree = self._config, self.tree
-        if config.budget_bytes is None and config.budget_tokens is None:
-            return
-        stored = [s for s in shares if s.is_stored and s.sequence.path is not None]
+        """Release what is idle until the rows to come fit into the budget."""
+        tree = self.tree
         n_rows = n_tokens = 0
-        for share in stored:
+        for share in (s for s in shares if s.is_stored):
             assert share.sequence.path is not None
             tip = share.sequence.path.tip
             n_rows += tip.capacity_for(len(share.tokens)) - tip.capacity
             n_tokens += len(share.tokens)
-        n_bytes = n_rows * tree.bytes_per_token
+        self._keep_budget(n_bytes=n_rows * tree.bytes_per_token, n_tokens=n_tokens)
+
+    def _keep_budget(self, *, n_bytes: int = 0, n_tokens: int = 0) -> None:
+        """Release what is idle until so much more fits into the budget."""
+        config, tree = self._config, self.tree
+        if config.budget_bytes is None and config.budget_tokens is None:
+            return
         most_bytes = config.budget_bytes or float("inf")
         most_tokens = config.budget_tokens or float("inf")
         tree.sweep(
@@ -236,6 +261,7 @@ class EngineCore:
             self.tree.crop(path, max(0, n_kept - path.tip.start))
         self._scheduler.running.remove(sequence)
         self.tree.commit(path)
+        self._keep_budget()  # a request may exceed it while it runs, and no longer
         result = sequence.result(reason, path.tip.segment_id or None)
         self.counters.count(result)
         self.replies.add(
@@ -245,13 +271,29 @@ class EngineCore:
 
     def _fail(self, sequences: list[Sequence], error: BaseException) -> None:
         """Roll sequences back and hand the error to their callers."""
-        # The traceback's frames hold activations; they must not outlive the step.
-        traceback.clear_frames(error.__traceback__)
+        _let_go(error)
         for sequence in sequences:
             if sequence in self._scheduler.running:
                 self._scheduler.running.remove(sequence)
             if sequence in self._scheduler.waiting:
                 self._scheduler.waiting.remove(sequence)
-            if sequence.path is not None:
-                self.tree.discard(sequence.path)
-            sequence.tell(Failed(error=error))
+            try:
+                if sequence.path is not None:
+                    self.tree.discard(sequence.path)
+            finally:
+                sequence.tell(Failed(error=error))
+
+
+def _let_go(error: BaseException) -> None:
+    """Empty the frames that an error remembers: they hold activations.
+
+    Those of the errors it was raised from too; whoever keeps the error must not keep tensors.
+    """
+    chain: list[BaseException] = []
+    pending: list[BaseException | None] = [error]
+    while pending:
+        at = pending.pop()
+        if at is not None and at not in chain:
+            chain.append(at)
+            traceback.clear_frames(at.__traceback__)
+            pending += [at.__cause__, at.__context__]

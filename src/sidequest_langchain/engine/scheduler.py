@@ -47,26 +47,37 @@ class Scheduler:
         self._config = config
         self._prefill_chunk = prefill_chunk
 
-    def admit(self) -> None:
+    def admit(self) -> list[tuple[Sequence, BaseException]]:
         """Let waiting sequences begin, each at the longest resident head of its prompt.
 
         One whose prompt another is computing right now waits for it: the shared head of
         simultaneous requests is computed once.
+
+        Returns:
+            Those that could not begin, with the reason.
         """
         delayed: deque[Sequence] = deque()
+        failed: list[tuple[Sequence, BaseException]] = []
         while self.waiting and len(self.running) < self._config.max_running:
             sequence = self.waiting.popleft()
             if self._should_wait(sequence):
                 delayed.append(sequence)
                 continue
-            request = sequence.request
-            path = self._tree.begin(request.scope, request.prompt_ids, request.label)
-            if request.superseded:
-                self._tree.supersede(path, request.superseded)
-            sequence.admit(path)
-            self.running.append(sequence)
+            try:
+                self._begin(sequence)
+            except BaseException as error:
+                failed.append((sequence, error))
         delayed.extend(self.waiting)
         self.waiting = delayed
+        return failed
+
+    def _begin(self, sequence: Sequence) -> None:
+        request = sequence.request
+        path = self._tree.begin(request.scope, request.prompt_ids, request.label)
+        sequence.admit(path)
+        if request.superseded:
+            self._tree.supersede(path, request.superseded)
+        self.running.append(sequence)
 
     def _should_wait(self, sequence: Sequence) -> bool:
         request = sequence.request

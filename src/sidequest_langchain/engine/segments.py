@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
 
 from sidequest_langchain.engine.core import EngineCore
+from sidequest_langchain.engine.drawing import draw
+from sidequest_langchain.errors import EngineClosedError
 from sidequest_langchain.kv.integrity import check_integrity
 from sidequest_langchain.kv.receipts import KVUsage, ReleaseReceipt, SegmentInfo
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.labels import PathSelector
+
+logger = logging.getLogger(__name__)
 
 N_RECEIPTS = 1000
 """Receipts kept; older ones are forgotten."""
@@ -34,7 +40,8 @@ class Pin:
             for segment in segments:
                 self._core.tree.unpin(segment)
 
-        self._core.call(unpin).result()
+        with contextlib.suppress(EngineClosedError):  # then there is nothing left to free
+            self._core.call(unpin).result()
 
     def __enter__(self) -> Pin:
         return self
@@ -160,10 +167,17 @@ class KVSegments:
         """
         self._core.call(lambda: check_integrity(self._core.tree)).result()
 
+    def __str__(self) -> str:
+        return draw(self.segments())
+
     def _note(self, receipt: ReleaseReceipt) -> None:
         self._receipts.append(receipt)
         for observer in tuple(self._observers):
-            observer(receipt)
+            try:
+                observer(receipt)
+            except Exception:
+                # It is told of what has happened; it has no say in it.
+                logger.exception("an observer of releases failed")
 
 
 def _info(segment: Segment) -> SegmentInfo:

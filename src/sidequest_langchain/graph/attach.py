@@ -12,6 +12,7 @@ from langchain_core.tracers.context import register_configure_hook
 from langgraph.pregel import Pregel
 
 from sidequest_langchain.errors import ConfigError
+from sidequest_langchain.graph.attached import lifecycle_of
 from sidequest_langchain.graph.events import Observer
 from sidequest_langchain.graph.handler import SideQuestCallbackHandler
 
@@ -61,7 +62,7 @@ def handler_of(graph: Pregel[Any, Any, Any, Any], model: object) -> SideQuestCal
     """The handler that `attach` has bound to a graph for a model."""
     callbacks = (graph.config or {}).get("callbacks") or []
     handlers = callbacks if isinstance(callbacks, list) else callbacks.handlers
-    lifecycle = SideQuestCallbackHandler(model).lifecycle
+    lifecycle = lifecycle_of(model)
     for handler in handlers:
         if isinstance(handler, SideQuestCallbackHandler) and handler.lifecycle is lifecycle:
             return handler

@@ -60,7 +60,7 @@ class RunBook:
         run = Run(root=root, step=around, thread_id=thread_id, seen_by=[listener])
         self.runs[started.run_id] = run
         root.run_ids.add(started.run_id)
-        self._note_place(root, started.metadata)
+        self._note_place(root, thread_id, started.metadata.get("langgraph_checkpoint_ns"))
         ref = step_of(
             started.name, started.tags, started.metadata, around=around.ref if around else None
         )
@@ -80,8 +80,9 @@ class RunBook:
             return
         run = self.runs.get(parent_run_id)
         step = run.step if run else self._late_steps.get(parent_run_id)
-        if run is not None:
-            self._note_place(run.root, metadata)
+        if run is not None and step is None:
+            place = metadata.get("langgraph_checkpoint_ns")
+            self._note_place(run.root, thread_of(metadata), place)
         if step is not None and step.root.is_ended:
             self._late_calls.setdefault(run_id, lambda: step)
         elif step is not None:
@@ -96,6 +97,8 @@ class RunBook:
         if run is None:
             return []
         run.root.run_ids.discard(run_id)
+        run.root.first_supersteps.pop(run_id, None)
+        run.root.bus.forget(run_id)
         effects: list[Effect] = []
         step = run.root.steps.pop(run_id, None)
         if step is not None:
@@ -126,20 +129,30 @@ class RunBook:
         if run is not None:
             run.root.is_resumed = True
 
+    def correct_thread(self, step: Step, thread_id: str | None) -> None:
+        """A step runs on another thread than its metadata says: its graph was given its own."""
+        step.ref = replace(step.ref, thread_id=thread_id)
+        graph = self.runs.get(step.graph_run_id) if step.graph_run_id else None
+        if graph is not None:
+            graph.thread_id = thread_id
+        self._note_place(step.root, thread_id, step.ref.checkpoint_ns)
+
     # -- branches and prunes -------------------------------------------------------------
 
-    def ledger(self, run_id: UUID) -> BranchLedger | None:
-        """The branches of the thread that a run belongs to; `None` if it is not known."""
+    def ledger(self, run_id: UUID, thread_id: str | None) -> BranchLedger | None:
+        """The branches of a thread (of a run, if it has no thread); `None`: nothing is known."""
         run = self.runs.get(run_id)
         if run is None:
             return None
-        if run.thread_id is None:
+        if thread_id is None:
             return run.root.branches
-        return self._branches.setdefault(run.thread_id, BranchLedger)
+        return self._branches.setdefault(thread_id, BranchLedger)
 
-    def open_branch(self, run_id: UUID, branch: str, parent: str | None) -> None:
-        """A branch was opened in a run."""
-        ledger = self.ledger(run_id)
+    def open_branch(
+        self, run_id: UUID, thread_id: str | None, branch: str, parent: str | None
+    ) -> None:
+        """A branch was opened in a run, on a thread."""
+        ledger = self.ledger(run_id, thread_id)
         if ledger is not None:
             ledger.open(branch, parent)
             step = self.runs[run_id].step
@@ -165,13 +178,13 @@ class RunBook:
         return Root(run_id=run_id, bus=EventBus(listener.fail), audience=[listener])
 
     def _new_step(self, root: Root, started: Started, ref: StepRef, serials: Serials) -> Step:
-        root.n_starts[ref.thread_id, ref.checkpoint_ns] += 1
+        root.n_starts[ref.checkpoint_ns] += 1
         root.first_supersteps.setdefault(started.parent_run_id, ref.step)
         step = Step(
             run_id=started.run_id,
             graph_run_id=started.parent_run_id,
             root=root,
-            ref=replace(ref, attempt=root.n_starts[ref.thread_id, ref.checkpoint_ns]),
+            ref=replace(ref, attempt=root.n_starts[ref.checkpoint_ns]),
             serials=serials,
             started=started,
             audience=[],
@@ -179,10 +192,10 @@ class RunBook:
         root.steps[started.run_id] = step
         return step
 
-    def _note_place(self, root: Root, metadata: Mapping[str, Any]) -> None:
-        checkpoint_ns = metadata.get("langgraph_checkpoint_ns")
-        if checkpoint_ns:
-            root.note_place(thread_of(metadata), checkpoint_ns)
+    def _note_place(self, root: Root, thread_id: str | None, checkpoint_ns: str | None) -> None:
+        # Only where it is asked for later: a long run on a thread must not grow by it.
+        if checkpoint_ns and (thread_id is None or self._retention.is_for_run(thread_id)):
+            root.note_place(thread_id, checkpoint_ns)
 
     def _join(self, listener: Listener, run: Run, run_id: UUID) -> list[Effect]:
         """A second handler of the same model sees a run that is known already."""
@@ -206,7 +219,7 @@ class RunBook:
         elif outcome == "interrupted":
             root.interrupted.add(step.ref.thread_id)
         else:
-            root.unfinished.add(step.visit)
+            root.unfinished[step.ref.checkpoint_ns] = step.ref.thread_id
             self._late_steps.setdefault(step.run_id, partial(_same, step))
         n_dropped = 0 if ended_well else len(step.staged)
         figures: dict[str, Any] = {"outcome": outcome, "branches": list(step.branches)}
@@ -238,7 +251,7 @@ class RunBook:
         return effects
 
     def _prune(self, plan: PrunePlan, root: Root, step: Step | None) -> list[Effect]:
-        thread_id = step.ref.thread_id if step else None
+        thread_id = plan.thread_id
         ledger = root.branches if thread_id is None else self._branches.get(thread_id)
         if ledger is not None:
             plan = replace(plan, descendants=ledger.descendants(plan.paths))

@@ -37,7 +37,7 @@ MAX_WAITING = 4096
 """Events kept for a run in which nothing ever ran inside a node; the oldest go first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Origin:
     """The run that an event is reported under."""
 
@@ -90,7 +90,7 @@ class EventBus:
         self._loop = _running_loop()
         self._managers: dict[UUID | None, BaseCallbackManager] = {}
         self._first: BaseCallbackManager | None = None
-        self._events: Lane[tuple[KVEvent, Origin]] = Lane()
+        self._events: Lane[tuple[KVEvent | None, Origin]] = Lane()
         self._threaded: dict[int, Lane[Callable[[], Any]]] = {}
         """What handlers in the executor have yet to take, by the identity of the handler."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -104,6 +104,11 @@ class EventBus:
         """Learn the handlers of a graph from the config of something that runs in a node."""
         self._managers[graph_run_id] = manager
         self._first = self._first or manager
+
+    def forget(self, graph_run_id: UUID) -> None:
+        """A graph's run has ended: its handlers are not needed once its events are delivered."""
+        if graph_run_id in self._managers:
+            self._events.waiting.append((None, Origin(graph_run_id, graph_run_id)))
 
     def put(self, event: KVEvent, origin: Origin) -> None:
         """Queue an event; `flush` delivers it."""
@@ -136,8 +141,11 @@ class EventBus:
 
     # -- inside --------------------------------------------------------------------------
 
-    def _dispatch(self, item: tuple[KVEvent, Origin]) -> None:
+    def _dispatch(self, item: tuple[KVEvent | None, Origin]) -> None:
         event, origin = item
+        if event is None:
+            self._managers.pop(origin.graph_run_id, None)
+            return
         manager = CallbackManager(
             handlers=self._hearers(origin),
             parent_run_id=origin.run_id,
@@ -155,10 +163,13 @@ class EventBus:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _adispatch(self, item: tuple[KVEvent, Origin]) -> None:
+    async def _adispatch(self, item: tuple[KVEvent | None, Origin]) -> None:
         # Not by the asynchronous manager: it takes several turns of the loop for each event,
         # and the last node's events would come after the end of the graph.
         event, origin = item
+        if event is None:
+            self._managers.pop(origin.graph_run_id, None)
+            return
         for handler in self._hearers(origin):
             act = partial(
                 handler.on_custom_event,

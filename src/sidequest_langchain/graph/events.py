@@ -19,15 +19,24 @@ Outcome = Literal["ok", "error", "interrupted", "parent_command", "cancelled"]
 class KVEvent:
     """One event of a graph run.
 
-    Events of one step come in order: `step_start`, then what was pruned, `step_end`, and a
-    `release` for each path once the engine has freed it. `n_event` counts the events of one
-    root run from 0, without gaps.
+    Events of one attempt at one visit of a node come in order: `step_start`, `prune` for each
+    prune that takes effect, `step_end`, and a `release` for each path once the engine has freed
+    it. Steps that run at the same time mix; `n_event` counts all events of one root run from 0,
+    without gaps.
     """
 
     name: EventName
     data: dict[str, Any] = field(default_factory=dict)
-    """JSON-ready: who (`run_id`, `thread_id`, `checkpoint_ns`, `task_id`, `node`, `step`,
-    `attempt`, `n_event`) and what (see docs/langgraph.md)."""
+    """JSON-ready. Always `run_id` (the root run) and `n_event`; of a step, `thread_id`,
+    `checkpoint_ns`, `task_id`, `node`, `step`, `attempt`; and
+
+    * `step_end`: `outcome`, the `branches` opened, what our models' calls cost (`n_calls`,
+      `n_reused_tokens`, `n_prefilled_tokens`, `n_generated_tokens`, `segments`), and
+      `n_prunes_dropped`, prunes that came to nothing because the step did not end well;
+    * `prune`: `paths` as asked, `descendants` that go with them, `reason`, `back_to`;
+    * `release`: `path`, `reason`, and what it freed: `segments`, `tokens`, `bytes`, `n_paths`,
+      `n_deferred` (paths still in use: they go when their last reader leaves), `exact`.
+    """
 
 
 Observer: TypeAlias = Callable[[KVEvent], None]

@@ -17,7 +17,7 @@ from sidequest_langchain.graph.branches import BranchLedger
 from sidequest_langchain.graph.handler import SideQuestCallbackHandler
 from sidequest_langchain.graph.lifecycle import Lifecycle, Releases
 from sidequest_langchain.graph.runs import PrunePlan
-from sidequest_langchain.graph.steps import thread_of
+from sidequest_langchain.graph.steps import thread_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,16 @@ class Watch:
     """A run, and a lifecycle that watches it."""
 
     run_id: UUID
+    thread_id: str | None
     lifecycle: Lifecycle
 
     def open_branch(self, branch: str, parent: str | None) -> None:
         """A branch was opened in the run."""
-        self.lifecycle.open_branch(self.run_id, branch, parent)
+        self.lifecycle.open_branch(self.run_id, self.thread_id, branch, parent)
 
     def read_branches(self, read: Callable[[BranchLedger], tuple[str, ...]]) -> tuple[str, ...]:
         """What `read` finds in the branches of the run's thread."""
-        return self.lifecycle.read_branches(self.run_id, read)
+        return self.lifecycle.read_branches(self.run_id, self.thread_id, read)
 
     def stage(self, plan: PrunePlan) -> bool:
         """Keep a prune until the step around it ends well; `False`: there is no step."""
@@ -72,7 +73,7 @@ def here(config: RunnableConfig | None = None) -> Here:
             config = get_config()
         except RuntimeError:
             return Here()
-    thread_id = thread_of(config.get("configurable") or config.get("metadata") or {})
+    thread_id = thread_in(config)
     callbacks = config.get("callbacks")
     if not isinstance(callbacks, BaseCallbackManager) or callbacks.parent_run_id is None:
         return Here(thread_id=thread_id)
@@ -82,6 +83,6 @@ def here(config: RunnableConfig | None = None) -> Here:
         if isinstance(handler, SideQuestCallbackHandler):
             lifecycle = handler.lifecycle
             if lifecycle.run(run_id) is not None:
-                lifecycle.learn_bus(callbacks)
-                found[id(lifecycle)] = Watch(run_id, lifecycle)
+                lifecycle.learn(callbacks, thread_id)
+                found[id(lifecycle)] = Watch(run_id, thread_id, lifecycle)
     return Here(thread_id=thread_id, watches=tuple(found.values()))

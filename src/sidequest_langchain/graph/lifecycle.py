@@ -102,11 +102,19 @@ class Lifecycle:
         with self._lock:
             self._book.resume(run_id)
 
-    def learn_bus(self, manager: BaseCallbackManager) -> None:
-        """Learn a graph's handlers from the config of something that runs in one of its nodes."""
+    def learn(self, manager: BaseCallbackManager, thread_id: str | None) -> None:
+        """Learn what only the config of something that runs inside of a node knows.
+
+        Args:
+            manager: Its callbacks: the handlers of the graph.
+            thread_id: Its thread.
+        """
         run = self.run(manager.parent_run_id)
         if run is None or run.step is None:
             return
+        if run.step.ref.thread_id != thread_id:
+            with self._lock:
+                self._book.correct_thread(run.step, thread_id)
         if not run.root.bus.knows(run.step.graph_run_id):
             run.root.bus.capture(run.step.graph_run_id, manager)
         run.root.bus.flush()
@@ -117,17 +125,22 @@ class Lifecycle:
         """The live run of that id."""
         return None if run_id is None else self._book.runs.get(run_id)
 
-    def open_branch(self, run_id: UUID, branch: str, parent: str | None) -> None:
-        """A branch was opened in a run."""
+    def open_branch(
+        self, run_id: UUID, thread_id: str | None, branch: str, parent: str | None
+    ) -> None:
+        """A branch was opened in a run, on a thread."""
         with self._lock:
-            self._book.open_branch(run_id, branch, parent)
+            self._book.open_branch(run_id, thread_id, branch, parent)
 
     def read_branches(
-        self, run_id: UUID, read: Callable[[BranchLedger], tuple[str, ...]]
+        self,
+        run_id: UUID,
+        thread_id: str | None,
+        read: Callable[[BranchLedger], tuple[str, ...]],
     ) -> tuple[str, ...]:
-        """What `read` finds in the branches of a run's thread."""
+        """What `read` finds in the branches of a thread (of a run, if it has no thread)."""
         with self._lock:
-            return read(self._book.ledger(run_id) or BranchLedger())
+            return read(self._book.ledger(run_id, thread_id) or BranchLedger())
 
     def stage(self, run_id: UUID, plan: PrunePlan) -> bool:
         """Keep a prune until its step ends well; `False` if `run_id` is in no step."""

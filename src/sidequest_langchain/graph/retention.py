@@ -74,8 +74,10 @@ class Retention:
     def after_step(self, step: Step) -> list[Post]:
         """What earlier attempts at a visit left, once an attempt has ended well."""
         root, ref = step.root, step.ref
-        root.unfinished.discard((ref.thread_id, ref.checkpoint_ns))
-        if not root.may_repeat(step):
+        root.unfinished.discard(step.visit)
+        may_repeat = root.may_repeat(step)
+        root.n_starts.pop(step.visit, None)
+        if not may_repeat:
             return []
         selector = PathSelector(thread_id=ref.thread_id, at_ns=ref.checkpoint_ns)
         return [
@@ -93,7 +95,8 @@ class Retention:
         """What nobody wants once a root run has ended."""
         posts: list[Post] = []
         for thread_id, namespaces in root.namespaces.items():
-            if thread_id in root.interrupted:
+            # Without a thread there is nothing that a resume could find.
+            if thread_id in root.interrupted and thread_id is not None:
                 if self.is_for_run(thread_id):
                     self._paused.setdefault(thread_id, set).update(namespaces)
             elif self.is_for_run(thread_id):

@@ -16,10 +16,6 @@ from sidequest_langchain.graph.bus import EventBus, Origin
 from sidequest_langchain.graph.events import KVEvent
 from sidequest_langchain.graph.steps import StepRef
 
-Visit = tuple[str | None, str]
-"""One visit of a node: its thread and its namespace. Attempts and resumes share it."""
-
-
 Serials = Mapping[int, int]
 """How many paths were begun in each cache, by the identity of the cache."""
 
@@ -56,6 +52,8 @@ class PrunePlan:
     reason: str = "pruned"
     back_to: str | None = None
     """The branch that `backtrack` goes on from."""
+    thread_id: str | None = None
+    """The thread whose branches they are."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -109,9 +107,10 @@ class Root:
     """The live steps."""
     namespaces: dict[str | None, set[str]] = field(default_factory=dict)
     """By thread: the topmost namespaces in which something ran."""
-    n_starts: Counter[Visit] = field(default_factory=Counter)
-    unfinished: set[Visit] = field(default_factory=set)
-    """Visits whose last attempt failed or was cancelled."""
+    n_starts: Counter[str] = field(default_factory=Counter)
+    """Attempts at each visit that is not done, by namespace."""
+    unfinished: dict[str, str | None] = field(default_factory=dict)
+    """Namespaces of visits whose last attempt failed or was cancelled, with their threads."""
     interrupted: set[str | None] = field(default_factory=set)
     """Threads that wait for a resume."""
     swept: set[str | None] = field(default_factory=set)
@@ -136,13 +135,16 @@ class Root:
 
     def may_repeat(self, step: Step) -> bool:
         """Whether an earlier attempt at this visit may have left paths."""
-        if self.n_starts[step.visit] > 1:
+        if self.n_starts[step.ref.checkpoint_ns] > 1:
             return True
         return self.is_resumed and step.ref.step == self.first_supersteps.get(step.graph_run_id)
 
     def is_given_up(self, step: Step) -> bool:
         """Whether a path that this step makes only now is wanted by nobody."""
-        return self.is_ended and (step.ref.thread_id in self.swept or step.visit in self.unfinished)
+        ref = step.ref
+        return self.is_ended and (
+            ref.thread_id in self.swept or ref.checkpoint_ns in self.unfinished
+        )
 
     def end(self) -> None:
         """Keep only what late calls need: whether their paths are still wanted."""
@@ -179,11 +181,6 @@ class Step:
             tags=self.started.tags,
             metadata=self.started.metadata,
         )
-
-    @property
-    def visit(self) -> Visit:
-        """The visit that this is an attempt at."""
-        return (self.ref.thread_id, self.ref.checkpoint_ns)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -33,9 +33,18 @@ class StepRef:
 
 
 def thread_of(metadata: Mapping[str, Any]) -> str | None:
-    """The thread a run belongs to; threads are told apart by the text of their id."""
+    """The thread that a run's metadata names; threads are told apart by the text of their id.
+
+    A graph that is invoked on a thread of its own, inside of a node, is reported under the
+    node's thread: only the running config knows better (`thread_in`).
+    """
     thread_id = metadata.get("thread_id")
     return None if thread_id is None else str(thread_id)
+
+
+def thread_in(config: RunnableConfig) -> str | None:
+    """The thread that a running config names: the one that model calls are labelled with."""
+    return thread_of(config.get("configurable") or {}) or thread_of(config.get("metadata") or {})
 
 
 def step_of(
@@ -94,7 +103,7 @@ def current_step(config: RunnableConfig | None = None) -> StepRef | None:
         runtime: Runtime[Any] | None = context.run(lambda: get_runtime())
     info = runtime.execution_info if runtime is not None else None
     return StepRef(
-        thread_id=thread_of(config.get("configurable") or metadata),
+        thread_id=thread_in(config),
         checkpoint_ns=checkpoint_ns,
         task_id=checkpoint_ns.rsplit(":", 1)[-1],
         node=node,

@@ -55,6 +55,17 @@ class _Lines:
             self._write(stage.text)
 
 
+class _Log:
+    """Writes to the log. The first line is a warning: what seems to hang has said why."""
+
+    def __init__(self) -> None:
+        self._level = logging.WARNING
+
+    def __call__(self, text: str) -> None:
+        logger.log(self._level, "%s", text)
+        self._level = logging.INFO
+
+
 class _Bars:
     """One bar per stage on a terminal; nothing is drawn before the first stage."""
 
@@ -136,4 +147,4 @@ def shown(progress: Report | None) -> Iterator[Report]:
         with on_console(console) as bars:
             yield bars
     else:
-        yield _Lines(lambda text: logger.info("%s", text))
+        yield _Lines(_Log())

@@ -1,0 +1,130 @@
+"""The audit finds every kind of damage; on a sound tree it is silent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sidequest_langchain.errors import CacheCorrupted
+from sidequest_langchain.kv.integrity import check_integrity
+from tests.kv.growing import Grove
+
+
+@pytest.fixture
+def grove():
+    """`ab(cd ef*)`: a trunk, a closed leaf and an open one with room to grow."""
+    grove = Grove()
+    grove.run("abcd")
+    grove.feed(grove.begin("abef"), "ef", at_once=False)
+    return grove
+
+
+def leaf_of(grove):
+    return grove.tree.paths[0].tip
+
+
+def test_a_sound_tree_passes(grove):
+    check_integrity(grove.tree)
+    check_integrity(Grove().tree)
+
+
+def damage_bytes(grove):
+    grove.tree.n_bytes += 1
+
+
+def damage_tokens(grove):
+    grove.tree.n_tokens -= 1
+
+
+def lose_a_token(grove):
+    leaf_of(grove).token_ids.pop()
+    grove.tree.n_tokens -= 1
+
+
+def gain_a_token(grove):
+    leaf_of(grove).token_ids.append(7)
+    grove.tree.n_tokens += 1
+
+
+def empty_a_leaf(grove):
+    grove.tree.n_tokens -= 2
+    grove.tree.n_bytes += leaf_of(grove).crop(0)
+
+
+def move_a_start(grove):
+    leaf_of(grove).start += 1
+
+
+def cut_a_link(grove):
+    leaf_of(grove).parent = next(iter(grove.tree.segments())).parent
+
+
+def keep_for_nobody(grove):
+    leaf_of(grove).paths.clear()
+    del grove.tree.paths[0]
+
+
+def lose_a_path(grove):
+    leaf_of(grove).paths.clear()
+    leaf_of(grove).n_pins = 1
+
+
+def free_under_a_path(grove):
+    leaf = leaf_of(grove)
+    leaf.parent.children.remove(leaf)
+    grove.tree.n_bytes -= leaf.free()
+    grove.tree.n_tokens -= 2
+
+
+def show_a_view(grove):
+    leaf = leaf_of(grove)
+    wide = torch.zeros(2, 2, 6)
+    leaf.keys[0] = wide[:, :, :3]
+
+
+def shorten_a_layer(grove):
+    leaf = leaf_of(grove)
+    before = leaf.n_bytes
+    leaf.values[1] = leaf.values[1][:, :1].clone()
+    grove.tree.n_bytes += leaf.n_bytes - before
+
+
+def hold_a_strange_path(grove):
+    leaf_of(grove).paths.add(grove.tree.paths[1])
+
+
+def repeat_a_sibling(grove):
+    twin = grove.begin("ab")
+    grove.feed(twin, "cd")
+    twin.tip.is_open = twin.is_running = False
+
+
+def forget_a_path(grove):
+    del grove.tree.paths[0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (damage_bytes, "bytes do not add up"),
+        (damage_tokens, "tokens do not add up"),
+        (lose_a_token, "has slack"),
+        (gain_a_token, "more tokens than rows"),
+        (empty_a_leaf, "is empty"),
+        (move_a_start, "starts elsewhere"),
+        (cut_a_link, "hangs loose"),
+        (keep_for_nobody, "kept for nobody"),
+        (lose_a_path, "path 0 is not at its tip"),
+        (free_under_a_path, "path 0 ends outside of the tree"),
+        (show_a_view, "is a view"),
+        (shorten_a_layer, "layers differ in length"),
+        (hold_a_strange_path, "strange paths"),
+        (forget_a_path, "strange paths"),
+        (repeat_a_sibling, "repeats a sibling's rows"),
+    ],
+)
+def test_damage_is_found_and_named(grove, damage, says):
+    damage(grove)
+    with pytest.raises(CacheCorrupted, match=says) as caught:
+        check_integrity(grove.tree)
+    assert "do not balance" in str(caught.value)
