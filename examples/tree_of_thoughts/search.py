@@ -7,7 +7,6 @@ branches that were given up, is the graph's part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -84,13 +83,12 @@ def ranked(thoughts: list[Thought]) -> list[Thought]:
 def judged(problem: TripProblem, thought: Thought) -> Thought:
     """The thought after the rules have looked at it: `done`, `dead` or `live`."""
     is_whole = len(thought.route) == len(problem.cities)
-    judge: Callable[..., tuple[object, ...]] = check_prefix
-    subject: object = thought.route
     if is_whole:
-        judge, subject = check_plan, problem.visits(thought.route)
-    faults = judge(problem, subject)
+        faults = check_plan(problem, problem.visits(thought.route))
+    else:
+        faults = check_prefix(problem, thought.route)
     if faults:
-        return replace(thought, status="dead", reason="; ".join(f.message for f in faults))  # type: ignore[attr-defined]
+        return _with(thought, "dead", "; ".join(fault.message for fault in faults))
     return replace(thought, status="done" if is_whole else "live")
 
 
@@ -101,7 +99,7 @@ def _decide_beam(
     changed: dict[str, Thought] = {}
     kept: list[Thought] = []
     for thought in ranked([t for parent in frontier for t in children_of(nodes, parent)]):
-        if thought.status != "new":
+        if thought.status not in ("new", "live"):
             continue
         if len(kept) == limits.beam_width or any(t.status == "done" for t in kept):
             changed[thought.id] = _with(thought, "pruned", "others scored higher")

@@ -29,7 +29,7 @@ class Thought:
     messages: tuple[BaseMessage, ...] = field(default=(), repr=False)
     """From the problem to the reply that named the last city: a child's begins with it."""
     status: Status = "new"
-    """`new`: not scored yet; `live`: may be continued; `pruned`: others were better; `dead`:
+    """`new`: just proposed; `live`: may be continued; `pruned`: others were better; `dead`:
     breaks a constraint or leads nowhere; `done`: a valid plan."""
     score: float | None = None
     """The model's estimate that all dates can be kept, from 0 to 1."""

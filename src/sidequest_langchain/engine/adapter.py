@@ -6,6 +6,7 @@ It must not know requests, sampling or labels.
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections.abc import Sequence
 
@@ -22,6 +23,8 @@ from sidequest_langchain.engine.attention_hook import ACTIVE, PREFIX, Probe, reg
 from sidequest_langchain.errors import UnsupportedModelError
 from sidequest_langchain.kv.layout import KVLayout, LayerShape
 from sidequest_langchain.kv.step_plan import Row, StepPlan
+
+logger = logging.getLogger(__name__)
 
 _N_ADAPTERS: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
 """Adapters open over each model: several engines may run one model, each over its own tree."""
@@ -46,9 +49,12 @@ class ModelAdapter:
         embedding = model.get_input_embeddings().weight
         assert isinstance(embedding, Tensor)
         self.vocab_size = embedding.shape[0]
-        self.device: torch.device = embedding.device
+        self.device = _input_device(model)
         self._own_attention = (model.config._attn_implementation or "eager").removeprefix(PREFIX)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        # An index tensor must lie where the last layer runs, which a dispatched model hides.
+        is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
+        takes_index = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._keeps_logits = takes_index and not is_spread
         _N_ADAPTERS[model] = _N_ADAPTERS.get(model, 0) + 1
         model.set_attn_implementation(register_over(self._own_attention))
         try:
@@ -87,6 +93,10 @@ class ModelAdapter:
         last = plan.last_tokens()
         if wanted is not None:
             last = [last[i] for i in wanted]
+        if self.model.training:
+            # Its owner trained it meanwhile: with dropout on, K/V would be noise that stays.
+            logger.warning("%s was in training mode; put back to eval", type(self.model).__name__)
+            self.model.train(mode=False)
         token = ACTIVE.set(plan)
         try:
             return self._logits(ids, plan.positions(), last)
@@ -137,6 +147,16 @@ class ModelAdapter:
             )
             raise UnsupportedModelError(msg)
         return tuple(_shape(k, v) for _, k, v in sorted(probe.layers, key=lambda call: call[0]))
+
+
+def _input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids must lie: with the embedding, or where its offloaded weights will run."""
+    embedding = model.get_input_embeddings()
+    weight = embedding.weight
+    assert isinstance(weight, Tensor)
+    if not weight.is_meta:
+        return weight.device
+    return torch.device(getattr(getattr(embedding, "_hf_hook", None), "execution_device", "cpu"))
 
 
 def _shape(k: Tensor, v: Tensor) -> LayerShape:

@@ -62,8 +62,8 @@ def _feed(adapter: ModelAdapter, tree: SegmentTree, prompts: list[list[int]]) ->
 
 
 def _compare(adapter: ModelAdapter, expected: Tensor, got: Tensor) -> None:
-    dtype = adapter.layout[0].dtype
-    allowed = TOLERANCE.get(dtype, HALF_TOLERANCE) * max(1.0, float(expected.abs().max()))
+    share = max(TOLERANCE.get(layer.dtype, HALF_TOLERANCE) for layer in adapter.layout)
+    allowed = share * max(1.0, float(expected.abs().max()))
     difference = float((expected - got).abs().max())
     if not difference <= allowed:
         name = type(adapter.model).__name__

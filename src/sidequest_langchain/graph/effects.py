@@ -64,7 +64,7 @@ def emit(root: Root, step: Step | None, name: EventName, data: dict[str, Any]) -
 
 def carry_out(plan: PrunePlan, root: Root, step: Step | None) -> list[Effect]:
     """The event and the releases of a prune that takes effect now."""
-    thread_id = None if step is None else step.ref.thread_id
+    thread_id = plan.thread_id
     # Without a thread, only this run's own steps can be meant by the name of a branch.
     places = frozenset(root.namespaces.get(None, ())) if thread_id is None else None
     effects: list[Effect] = [emit(root, step, "sidequest.prune", plan.to_json())]

@@ -21,6 +21,7 @@ from langgraph.config import get_config
 from sidequest_langchain.graph.attached import lifecycle_of
 from sidequest_langchain.graph.events import KVEvent, Observer
 from sidequest_langchain.graph.runs import CallTotals, Started
+from sidequest_langchain.graph.steps import thread_in
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +185,7 @@ class SideQuestCallbackHandler(GraphCallbackHandler):
         **kwargs: Any,
     ) -> None:
         """A model call begins."""
-        self._guard(self._learn_bus, parent_run_id)
+        self._guard(self._learn, parent_run_id)
         self._guard(self.lifecycle.start_call, run_id, parent_run_id, metadata or {})
 
     def on_llm_start(
@@ -199,7 +200,7 @@ class SideQuestCallbackHandler(GraphCallbackHandler):
         **kwargs: Any,
     ) -> None:
         """A call of a model without messages: not ours, but it runs inside a node."""
-        self._guard(self._learn_bus, parent_run_id)
+        self._guard(self._learn, parent_run_id)
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
         """A model call ended well."""
@@ -236,19 +237,20 @@ class SideQuestCallbackHandler(GraphCallbackHandler):
             tags=tuple(tags or ()),
             metadata=metadata or {},
         )
-        self._guard(self._learn_bus, parent_run_id)
+        self._guard(self._learn, parent_run_id)
         self._guard(self.lifecycle.start_run, self, started)
 
-    def _learn_bus(self, parent_run_id: UUID | None) -> None:
-        """Learn the bus, if this runs in the context of the run that it is a child of."""
+    def _learn(self, parent_run_id: UUID | None) -> None:
+        """Learn from the running config, if it is that of the run that this is a child of."""
         try:
-            callbacks = get_config().get("callbacks")
+            config = get_config()
         except RuntimeError:
             return
+        callbacks = config.get("callbacks")
         if not isinstance(callbacks, BaseCallbackManager) or parent_run_id is None:
             return
         if callbacks.parent_run_id == parent_run_id:
-            self.lifecycle.learn_bus(callbacks)
+            self.lifecycle.learn(callbacks, thread_in(config))
 
     def _guard(self, act: Callable[..., None], *args: Any) -> None:
         try:

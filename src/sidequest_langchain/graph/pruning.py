@@ -166,7 +166,7 @@ def ask(
     pending: Pending = []
     is_staged = False
     below = place.read_branches(lambda ledger: ledger.descendants(names))
-    plan = PrunePlan(paths=names, reason=reason, back_to=back_to)
+    plan = PrunePlan(paths=names, reason=reason, back_to=back_to, thread_id=place.thread_id)
     for watch in place.watches:
         if not immediate and watch.stage(plan):
             is_staged = True

@@ -74,12 +74,12 @@ class Retention:
     def after_step(self, step: Step) -> list[Post]:
         """What earlier attempts at a visit left, once an attempt has ended well."""
         root, ref = step.root, step.ref
-        root.unfinished.discard(step.visit)
+        root.unfinished.pop(ref.checkpoint_ns, None)
         may_repeat = root.may_repeat(step)
-        root.n_starts.pop(step.visit, None)
+        root.n_starts.pop(ref.checkpoint_ns, None)
         if not may_repeat:
             return []
-        selector = PathSelector(thread_id=ref.thread_id, at_ns=ref.checkpoint_ns)
+        selector = PathSelector(at_ns=ref.checkpoint_ns)
         return [
             Post(
                 selector=selector,
@@ -102,11 +102,11 @@ class Retention:
             elif self.is_for_run(thread_id):
                 namespaces |= self._paused.pop(thread_id) or set()
                 root.swept.add(thread_id)
-                selector = PathSelector(thread_id=thread_id, under_ns=frozenset(namespaces))
+                selector = PathSelector(under_ns=frozenset(namespaces))
                 posts.append(_sweep(root, selector, "run ended", str(root.run_id)))
-        for thread_id, checkpoint_ns in sorted(root.unfinished, key=str):
+        for checkpoint_ns, thread_id in root.unfinished.items():
             if thread_id not in root.swept:
-                selector = PathSelector(thread_id=thread_id, at_ns=checkpoint_ns)
+                selector = PathSelector(at_ns=checkpoint_ns)
                 posts.append(_sweep(root, selector, "step did not finish", checkpoint_ns))
         return posts
 
@@ -115,7 +115,7 @@ class Retention:
         root, ref = step.root, step.ref
         if not root.is_given_up(step):
             return []
-        selector = PathSelector(thread_id=ref.thread_id, at_ns=ref.checkpoint_ns)
+        selector = PathSelector(at_ns=ref.checkpoint_ns)
         return [_sweep(root, selector, "run ended before", ref.checkpoint_ns)]
 
 
