@@ -86,7 +86,9 @@ class Asker:
         """Every sample of every call, in the order in which they ended."""
         return tuple(self._records)
 
-    def ask(self, question: Question, config: RunnableConfig | None = None) -> list[list[AIMessage]]:
+    def ask(
+        self, question: Question, config: RunnableConfig | None = None
+    ) -> list[list[AIMessage]]:
         """The replies: for each prompt, its samples."""
         began_s = time.perf_counter()
         settings = dict(question.settings)

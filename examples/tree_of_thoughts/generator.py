@@ -73,9 +73,7 @@ def generate(n_cities: int, seed: int) -> TripProblem:
 def _flights(route: tuple[str, ...], rng: random.Random) -> frozenset[tuple[str, str]]:
     legs = {frozenset(leg) for leg in zip(route, route[1:], strict=False)}
     pairs = [(a, b) for i, a in enumerate(route) for b in route[i + 1 :]]
-    chosen = [
-        (a, b) for a, b in pairs if {a, b} in legs or rng.random() < _EXTRA_FLIGHTS
-    ]
+    chosen = [(a, b) for a, b in pairs if {a, b} in legs or rng.random() < _EXTRA_FLIGHTS]
     return frozenset([*chosen, *((b, a) for a, b in chosen)])
 
 

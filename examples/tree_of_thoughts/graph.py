@@ -149,9 +149,7 @@ class _Nodes:
         }
         goto = self._propose_all(problem, nodes, growing) or END
         if decision.back_to is not None:
-            return backtrack(
-                decision.back_to, prune=decision.given_up, update=update, goto=goto
-            )
+            return backtrack(decision.back_to, prune=decision.given_up, update=update, goto=goto)
         _give_up(decision, nodes, frontier)
         return Command(update=update, goto=goto)
 
@@ -214,6 +212,7 @@ def _children(
                 day=problem.visits(route)[-1].last_day,
                 messages=(*thought.messages, turn, reply),
                 n_votes=votes.get(city, 0),
+                options=tuple(options),
                 is_fallback=is_fallback,
             )
         )

@@ -101,9 +101,9 @@ def read_yes(reply: AIMessage) -> float:
 
     0.5, "cannot tell", if neither is among the alternatives that were returned.
     """
-    content: Sequence[Mapping[str, Any]] = (
-        (reply.response_metadata.get("logprobs") or {}).get("content") or ()
-    )
+    content: Sequence[Mapping[str, Any]] = (reply.response_metadata.get("logprobs") or {}).get(
+        "content"
+    ) or ()
     mass = {"yes": 0.0, "no": 0.0}
     for one in content[0]["top_logprobs"] if content else ():
         word = one["token"].strip().casefold()

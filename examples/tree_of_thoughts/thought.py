@@ -35,6 +35,8 @@ class Thought:
     """The model's estimate that all dates can be kept, from 0 to 1."""
     n_votes: int = 1
     """How many of the samples proposed it."""
+    options: tuple[str, ...] = ()
+    """The cities it was chosen from."""
     is_fallback: bool = False
     """Whether no reply named a city of the list, and the program chose."""
     reason: str = ""

@@ -164,19 +164,22 @@ class Free(Breaks):
         return logits
 
 
-@pytest.mark.parametrize("way", ["generate", "agenerate"])
-def test_when_one_sample_fails_the_others_end_and_the_error_is_the_original(slow, way):
+def one_breaks() -> dict:
     made = iter([Free, Breaks, Free])
-    asked = {"n": 3, "constraint": lambda: next(made)()}
-    prompt = [[HumanMessage("Plan")]]
-    calls = {
-        "generate": lambda: slow.chat.generate(prompt, **asked),
-        "agenerate": lambda: asyncio.run(slow.chat.agenerate(prompt, **asked)),
-    }
+    return {"n": 3, "constraint": lambda: next(made)()}
+
+
+def test_when_one_sample_fails_the_others_end_and_the_error_is_the_original(slow):
     with pytest.raises(ZeroDivisionError, match="a broken grammar"):
-        calls[way]()
+        slow.chat.generate([[HumanMessage("Plan")]], **one_breaks())
     slow.assert_idle_again()
     assert slow.chat.invoke("Plan", max_tokens=2).content is not None
+
+
+async def test_when_one_async_sample_fails_the_others_end_too(slow):
+    with pytest.raises(ZeroDivisionError, match="a broken grammar"):
+        await slow.chat.agenerate([[HumanMessage("Plan")]], **one_breaks())
+    await asyncio.to_thread(slow.assert_idle_again)
 
 
 def test_giving_one_call_up_leaves_the_others_right(make_chat):

@@ -113,6 +113,14 @@ def test_a_tool_round_renders_in_the_templates_own_format(name):
     assert prompt.endswith(ASK)
 
 
+@pytest.mark.parametrize("name", ["TOOLS_JSON", "TOOLS_MAP", "TOOLS_STR"])
+def test_a_call_goes_to_the_template_wherever_that_has_a_place_for_it(name):
+    own_words = getattr(templates, name).replace("<tool_call>", "[CALL]")
+    prompt = text_of(own_words, TOOL_ROUND)
+    assert "[CALL]" in prompt
+    assert "<tool_call>" not in prompt
+
+
 def test_letters_of_any_script_stay_letters_in_arguments():
     call = CALL | {"args": {"city": "城市"}}
     messages = [TOOL_ROUND[0], A("", tool_calls=[call]), TOOL_ROUND[2]]

@@ -249,7 +249,8 @@ def test_whatever_changes_an_answer_is_in_the_key_of_that_cache(chat):
     keys |= {base._get_llm_string(stop=["y"]), base._get_llm_string(temperature=0.25)}
     assert len(keys) == len(changed) + 3
     # weights that the caller loaded are told apart though their names are alike
-    other = SideQuestChatModel.from_model(tiny_model("llama", seed=1), byte_tokenizer())
+    weights = tiny_model("llama", seed=1)
+    other = SideQuestChatModel.from_model(weights, byte_tokenizer(), max_tokens=8)
     assert other.model == chat.model
     assert other._get_llm_string() != chat._get_llm_string()
     assert copy.deepcopy(chat)._get_llm_string() == chat._get_llm_string()

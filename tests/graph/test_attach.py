@@ -7,6 +7,7 @@ import copy
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -121,14 +122,32 @@ def test_a_graph_that_is_not_compiled_is_refused() -> None:
         attach(StateGraph(State), fake_model())  # type: ignore[type-var]
 
 
-def test_a_model_is_not_kept_alive() -> None:
-    model = fake_model()
-    app = attach(chain(("a", lambda s: {})), model)
-    app.invoke({})
-    kv = weakref.ref(model.kv)
-    del app, model
+def run_and_let_go(ends: str) -> tuple[weakref.ref[Any], weakref.ref[Any]]:
+    """Run a graph, and keep nothing of it but where its cache and its handler were."""
+    model, bus = fake_model(), OnBus()
+
+    async def node(state: dict[str, Any]) -> dict[str, Any]:
+        with branch("b", parent="a"):
+            await model.ainvoke("hi")
+        prune("b")
+        if ends == "cancelled":
+            raise asyncio.CancelledError
+        if ends == "by an error":
+            raise ValueError(ends)
+        return {}
+
+    app = attach(chain(("a", node)), model, on_event=lambda event: model.kv)
+    with suppress(Exception):
+        asyncio.run(app.ainvoke({}, on("t", callbacks=[bus])))
+    return weakref.ref(model.kv), weakref.ref(bus)
+
+
+@pytest.mark.parametrize("ends", ["well", "by an error", "cancelled"])
+def test_a_model_is_not_kept_alive(ends: str) -> None:
+    kv, bus = run_and_let_go(ends)
     gc.collect()
     assert kv() is None
+    assert bus() is None
 
 
 def test_a_model_that_is_not_loaded_is_not_loaded_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

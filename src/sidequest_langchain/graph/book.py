@@ -6,6 +6,7 @@ can hold a lock around every call and none around what the call leads to.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -57,17 +58,18 @@ class RunBook:
         root = parent.root if parent else self._new_root(listener, started.run_id)
         around = parent.step if parent else None
         thread_id = thread_of(started.metadata)
-        run = Run(root=root, step=around, thread_id=thread_id, seen_by=[listener])
+        ref = weakref.ref(listener)
+        run = Run(root=root, step=around, thread_id=thread_id, seen_by=[ref])
         self.runs[started.run_id] = run
         root.run_ids.add(started.run_id)
         self._note_place(root, thread_id, started.metadata.get("langgraph_checkpoint_ns"))
-        ref = step_of(
+        found = step_of(
             started.name, started.tags, started.metadata, around=around.ref if around else None
         )
-        if ref is None:
+        if found is None:
             return []
-        run.step = step = self._new_step(root, started, ref, serials)
-        step.audience.append(listener)
+        run.step = step = self._new_step(root, started, found, serials)
+        step.audience.append(ref)
         effect = emit(root, step, "sidequest.step_start", {})
         step.start_event = effect.event
         return [effect]
@@ -84,7 +86,7 @@ class RunBook:
             place = metadata.get("langgraph_checkpoint_ns")
             self._note_place(run.root, thread_of(metadata), place)
         if step is not None and step.root.is_ended:
-            self._late_calls.setdefault(run_id, lambda: step)
+            self._late_calls.put(run_id, step)
         elif step is not None:
             self._calls[run_id] = step
             step.root.call_ids.add(run_id)
@@ -131,6 +133,7 @@ class RunBook:
 
     def correct_thread(self, step: Step, thread_id: str | None) -> None:
         """A step runs on another thread than its metadata says: its graph was given its own."""
+        step.root.namespaces.get(step.ref.thread_id, set()).discard(step.ref.checkpoint_ns)
         step.ref = replace(step.ref, thread_id=thread_id)
         graph = self.runs.get(step.graph_run_id) if step.graph_run_id else None
         if graph is not None:
@@ -169,13 +172,14 @@ class RunBook:
 
     def prune_now(self, run_id: UUID, plan: PrunePlan) -> list[Effect]:
         """A prune that does not wait for its step to end."""
-        run = self.runs[run_id]
-        return self._prune(plan, run.root, run.step)
+        run = self.runs.get(run_id)
+        return [] if run is None else self._prune(plan, run.root, run.step)
 
     # -- inside --------------------------------------------------------------------------
 
     def _new_root(self, listener: Listener, run_id: UUID) -> Root:
-        return Root(run_id=run_id, bus=EventBus(listener.fail), audience=[listener])
+        ref = weakref.ref(listener)
+        return Root(run_id=run_id, bus=EventBus(partial(_fail, ref)), audience=[ref])
 
     def _new_step(self, root: Root, started: Started, ref: StepRef, serials: Serials) -> Step:
         root.n_starts[ref.checkpoint_ns] += 1
@@ -199,38 +203,39 @@ class RunBook:
 
     def _join(self, listener: Listener, run: Run, run_id: UUID) -> list[Effect]:
         """A second handler of the same model sees a run that is known already."""
-        if listener in run.seen_by:
+        ref = weakref.ref(listener)
+        if ref in run.seen_by:
             return []
-        run.seen_by.append(listener)
+        run.seen_by.append(ref)
         if run_id == run.root.run_id:
-            run.root.audience.append(listener)
+            run.root.audience.append(ref)
         step = run.root.steps.get(run_id)
         if step is None or step.start_event is None:
             return []
-        step.audience.append(listener)
+        step.audience.append(ref)
         return [Emit(event=step.start_event, audience=(listener,), root=run.root)]
 
     def _end_step(self, step: Step, outcome: Outcome) -> list[Effect]:
-        root, effects = step.root, list[Effect]()
+        root = step.root
         ended_well = outcome in ("ok", "parent_command")
+        told: list[Effect] = []
+        releases: list[Effect] = []
         if ended_well:
             for plan in step.staged:
-                effects += self._prune(plan, root, step)
+                event, *posts = self._prune(plan, root, step)
+                told.append(event)
+                releases += posts
+            releases += self._retention.after_step(step)
         elif outcome == "interrupted":
             root.interrupted.add(step.ref.thread_id)
         else:
             root.unfinished[step.ref.checkpoint_ns] = step.ref.thread_id
-            self._late_steps.setdefault(step.run_id, partial(_same, step))
-        n_dropped = 0 if ended_well else len(step.staged)
+            self._late_steps.put(step.run_id, step)
         figures: dict[str, Any] = {"outcome": outcome, "branches": list(step.branches)}
-        figures |= asdict(step.totals) | {"n_prunes_dropped": n_dropped}
-        # The event first: what is released is reported after the step that let it go has ended.
-        effects.sort(key=lambda effect: not isinstance(effect, Emit))
-        n_emits = sum(isinstance(effect, Emit) for effect in effects)
-        effects.insert(n_emits, emit(root, step, "sidequest.step_end", figures))
-        if ended_well:
-            effects += self._retention.after_step(step)
-        return effects
+        figures |= asdict(step.totals)
+        figures["n_prunes_dropped"] = 0 if ended_well else len(step.staged)
+        # What is released is reported after the step that let it go has ended.
+        return [*told, emit(root, step, "sidequest.step_end", figures), *releases]
 
     def _end_root(self, run: Run, error: BaseException | None) -> list[Effect]:
         root = run.root
@@ -242,7 +247,7 @@ class RunBook:
         for run_id in root.run_ids:
             self.runs.pop(run_id, None)
         for run_id in root.call_ids:
-            self._late_calls.setdefault(run_id, partial(_same, self._calls.pop(run_id)))
+            self._late_calls.put(run_id, self._calls.pop(run_id))
         effects += self._retention.after_run(root)
         still_busy = {other.thread_id for other in self.runs.values()}
         for thread_id in root.swept - still_busy - {None}:
@@ -259,6 +264,12 @@ class RunBook:
         return carry_out(plan, root, step)
 
 
+def _fail(ref: weakref.ref[Listener], error: Exception) -> None:
+    listener = ref()
+    if listener is not None:
+        listener.fail(error)
+
+
 def _outcome(error: BaseException | None) -> Outcome:
     if error is None:
         return "ok"
@@ -269,7 +280,3 @@ def _outcome(error: BaseException | None) -> Outcome:
     if isinstance(error, NodeCancelledError):
         return "cancelled"
     return "error" if isinstance(error, Exception) else "cancelled"
-
-
-def _same(step: Step) -> Step:
-    return step

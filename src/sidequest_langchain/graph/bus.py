@@ -4,6 +4,12 @@ A handler is never given the callback manager of the run it observes. The manage
 when something runs *inside* a node (a model call, a tool, a subgraph, one of our helpers): then
 it is the `callbacks` of the running config. Until then events wait here, in order. It must not
 know what the events mean.
+
+Observers of a handler are told everything. What never comes on the bus:
+* the events of a run in which nothing ever ran inside a node: nobody is known to tell;
+* releases at the end of a run, and those the engine gets to only after it: the bus ends with
+  the run;
+* what an asynchronous handler is still awaiting when its event loop is closed.
 """
 
 from __future__ import annotations
@@ -138,6 +144,7 @@ class EventBus:
         """The run has ended: its bus with it. Nothing more is taken in."""
         self.flush()
         self._is_closed = True
+        self._let_go()
 
     # -- inside --------------------------------------------------------------------------
 
@@ -162,6 +169,7 @@ class EventBus:
             task = asyncio.get_running_loop().create_task(self._events.arun(self._adispatch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _: self._let_go())
 
     async def _adispatch(self, item: tuple[KVEvent | None, Origin]) -> None:
         # Not by the asynchronous manager: it takes several turns of the loop for each event,
@@ -190,6 +198,13 @@ class EventBus:
                 lane = self._threaded.setdefault(id(handler), Lane())
                 lane.waiting.append(partial(copy_context().run, act))
                 asyncio.get_running_loop().run_in_executor(None, lane.run, self._call)
+
+    def _let_go(self) -> None:
+        """Keep no handler alive once the run is over and told."""
+        if self._is_closed and not self._events.waiting:
+            self._managers.clear()
+            self._threaded.clear()
+            self._first = self._loop = None
 
     def _call(self, act: Callable[[], Any]) -> None:
         try:

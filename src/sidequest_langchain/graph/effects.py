@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from sidequest_langchain.graph.events import EventName, KVEvent
-from sidequest_langchain.graph.runs import Listener, PrunePlan, Root, Serials, Step
+from sidequest_langchain.graph.runs import (
+    Listener,
+    PrunePlan,
+    Root,
+    Serials,
+    Step,
+    heard,
+)
 from sidequest_langchain.labels import PathSelector
 
 
@@ -30,6 +37,7 @@ class Post:
     reason: str
     name: str
     """What the receipt calls it."""
+    audience: tuple[Listener, ...]
     root: Root
     step: Step | None = None
     before: Serials | None = None
@@ -41,7 +49,13 @@ class Post:
 Effect: TypeAlias = Emit | Post
 
 
-def emit(root: Root, step: Step | None, name: EventName, data: dict[str, Any]) -> Emit:
+def emit(
+    root: Root,
+    step: Step | None,
+    name: EventName,
+    data: dict[str, Any],
+    audience: tuple[Listener, ...] | None = None,
+) -> Emit:
     """An event of a step (or of its whole run), numbered where it happened."""
     who: dict[str, Any] = {"run_id": str(root.run_id), "n_event": root.n_events}
     root.n_events += 1
@@ -58,8 +72,9 @@ def emit(root: Root, step: Step | None, name: EventName, data: dict[str, Any]) -
     event = KVEvent(name=name, data=who | data)
     # Queued where it is numbered, so that the bus keeps the order of the numbers.
     root.bus.put(event, root.origin if step is None else step.origin)
-    audience = root.audience if step is None else step.audience
-    return Emit(event=event, audience=tuple(audience), root=root)
+    if audience is None:
+        audience = heard(root.audience if step is None else step.audience)
+    return Emit(event=event, audience=audience, root=root)
 
 
 def carry_out(plan: PrunePlan, root: Root, step: Step | None) -> list[Effect]:
@@ -67,7 +82,8 @@ def carry_out(plan: PrunePlan, root: Root, step: Step | None) -> list[Effect]:
     thread_id = plan.thread_id
     # Without a thread, only this run's own steps can be meant by the name of a branch.
     places = frozenset(root.namespaces.get(None, ())) if thread_id is None else None
-    effects: list[Effect] = [emit(root, step, "sidequest.prune", plan.to_json())]
+    event = emit(root, step, "sidequest.prune", plan.to_json())
+    effects: list[Effect] = [event]
     for path in plan.targets:
         selector = PathSelector(path_id=path, thread_id=thread_id, under_ns=places)
         effects.append(
@@ -75,6 +91,7 @@ def carry_out(plan: PrunePlan, root: Root, step: Step | None) -> list[Effect]:
                 selector=selector,
                 reason=plan.reason,
                 name=path,
+                audience=event.audience,
                 root=root,
                 step=step,
                 is_asked_for=True,

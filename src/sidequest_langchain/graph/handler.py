@@ -57,7 +57,6 @@ class SideQuestCallbackHandler(GraphCallbackHandler):
             ConfigError: `model` is no model of this package.
         """
         self.lifecycle = lifecycle_of(model)
-        self.model = model
         self.raise_error = strict
         self.n_errors = 0
         self._errors: deque[BaseException] = deque(maxlen=N_ERRORS)

@@ -184,7 +184,7 @@ class Lifecycle:
         """Tell what a release freed; in the engine's thread, so it must not raise or wait."""
         error = done.exception()
         if error is not None:
-            for listener in tuple(post.root.audience):
+            for listener in post.audience:
                 listener.fail(error)
             return
         receipt = done.result()
@@ -199,9 +199,12 @@ class Lifecycle:
             len(receipt.segments),
         )
         with self._lock:
-            effect = emit(post.root, post.step, "sidequest.release", _released(receipt))
+            effect = emit(
+                post.root, post.step, "sidequest.release", _released(receipt), post.audience
+            )
         for listener in effect.audience:
-            listener.deliver(effect.event)
+            with suppress(Exception):  # counted already; a strict one raises, but not in here
+                listener.deliver(effect.event)
         post.root.bus.flush_soon()
 
 

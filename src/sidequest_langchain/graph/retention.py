@@ -7,6 +7,8 @@ a run ends             retain="run": everything it made, and what interrupted ru
                        failed or were cancelled, for that is nobody's history
 a run is interrupted   nothing goes
 a call ends later      than the run it belongs to: what it made goes if the run's went
+
+Namespaces select the paths: they are unique, whatever the thread.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Generic, TypeVar
 
 from sidequest_langchain.config import Retain
 from sidequest_langchain.graph.effects import Post
-from sidequest_langchain.graph.runs import Root, Step
+from sidequest_langchain.graph.runs import Root, Step, heard
 from sidequest_langchain.labels import PathSelector
 
 K = TypeVar("K")
@@ -51,6 +53,10 @@ class Recent(Generic[K, V]):
                 self._entries.popitem(last=False)
         self._entries.move_to_end(key)
         return self._entries[key]
+
+    def put(self, key: K, value: V) -> None:
+        """Remember `value`."""
+        self.setdefault(key, lambda: value)
 
     def pop(self, key: K) -> V | None:
         """Take the entry of `key` out."""
@@ -88,6 +94,7 @@ class Retention:
                 name=ref.checkpoint_ns,
                 root=root,
                 step=step,
+                audience=heard(step.audience),
             )
         ]
 
@@ -120,4 +127,6 @@ class Retention:
 
 
 def _sweep(root: Root, selector: PathSelector, reason: str, name: str) -> Post:
-    return Post(selector=selector, reason=reason, name=name, root=root)
+    return Post(
+        selector=selector, reason=reason, name=name, root=root, audience=heard(root.audience)
+    )

@@ -5,6 +5,7 @@ Plain books, kept under the lifecycle's lock. They must not know how a run is fo
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,15 @@ class Listener(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """Count a failure that must not reach the graph."""
+
+
+Audience = list["weakref.ref[Listener]"]
+"""Listeners, not kept alive: books that outlive a run must not hold what observers hold."""
+
+
+def heard(audience: Audience) -> tuple[Listener, ...]:
+    """The listeners that are still there."""
+    return tuple(listener for ref in audience if (listener := ref()) is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +106,7 @@ class Root:
 
     run_id: UUID
     bus: EventBus
-    audience: list[Listener]
+    audience: Audience
     branches: BranchLedger = field(default_factory=BranchLedger)
     """Those of steps without a thread; they go with the run."""
     run_ids: set[UUID] = field(default_factory=set)
@@ -165,7 +175,7 @@ class Step:
     serials: Serials
     """Paths begun before this attempt."""
     started: Started
-    audience: list[Listener]
+    audience: Audience
     start_event: KVEvent | None = None
     branches: dict[str, None] = field(default_factory=dict)
     """Branches opened in it, in order."""
@@ -191,4 +201,4 @@ class Run:
     step: Step | None
     """The innermost step around it (itself, if it is one)."""
     thread_id: str | None
-    seen_by: list[Listener]
+    seen_by: Audience
