@@ -21,9 +21,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.machine import describe
 from langchain_core.messages import HumanMessage
 
+from benchmarks.machine import describe
 from sidequest_langchain import SideQuestChatModel
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.request import GenerationRequest, SamplingParams
