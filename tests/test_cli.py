@@ -177,6 +177,11 @@ class TestDemo:
 
         assert planner == ["qwen2.5-coder-0.5b", ["--seed", "3", "--json"]]
 
+    def test_an_option_that_begins_like_model_is_the_planners(self, planner):
+        cli.main(["demo", "--mode", "beam"])
+
+        assert planner == ["qwen2.5-coder-0.5b", ["--mode", "beam"]]
+
     @pytest.mark.parametrize("words", [["--model", "smollm2-135m"], ["--model=smollm2-135m"]])
     def test_has_the_model_that_is_named(self, planner, words):
         cli.main(["demo", *words])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.runnables import RunnableConfig
 
-CallKind = Literal["read", "propose", "evaluate", "plan"]
+CallKind = Literal["read", "calibrate", "propose", "evaluate", "plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Asker:
             **settings,
         )
         wall_s = time.perf_counter() - began_s
-        replies = [[_reply(one.message) for one in samples] for samples in result.generations]
+        replies = [[_reply(one) for one in samples] for samples in result.generations]
         n_round = int(((config or {}).get("metadata") or {}).get("langgraph_step", 0))
         for prompt, samples in zip(question.prompts, replies, strict=True):
             self._note(question, tuple(prompt), samples, n_round=n_round, wall_s=wall_s)
@@ -118,7 +118,7 @@ class Asker:
         with self._lock:
             n_call, self._n_calls = self._n_calls, self._n_calls + 1
         for reply in samples:
-            usage = reply.usage_metadata or {}
+            usage: Mapping[str, Any] = reply.usage_metadata or {}
             record = CallRecord(
                 n_call=n_call,
                 n_round=n_round,
@@ -138,7 +138,8 @@ class Asker:
             self._on_call(record)
 
 
-def _reply(message: BaseMessage) -> AIMessage:
+def _reply(generation: object) -> AIMessage:
+    message = getattr(generation, "message", None)
     if not isinstance(message, AIMessage):
         msg = f"a chat model must reply with an AIMessage, found {type(message).__name__}"
         raise TypeError(msg)

@@ -6,6 +6,7 @@ A problem is built around one valid route, so that it always has a solution; it 
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from .problem import Attendance, DateWindow, ProblemError, TripProblem, Visit
 
@@ -71,7 +72,7 @@ def generate(n_cities: int, seed: int) -> TripProblem:
 
 
 def _flights(route: tuple[str, ...], rng: random.Random) -> frozenset[tuple[str, str]]:
-    legs = {frozenset(leg) for leg in zip(route, route[1:], strict=False)}
+    legs = {frozenset(leg) for leg in pairwise(route)}
     pairs = [(a, b) for i, a in enumerate(route) for b in route[i + 1 :]]
     chosen = [(a, b) for a, b in pairs if {a, b} in legs or rng.random() < _EXTRA_FLIGHTS]
     return frozenset([*chosen, *((b, a) for a, b in chosen)])

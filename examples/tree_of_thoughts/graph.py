@@ -1,7 +1,7 @@
-"""The planner as a LangGraph graph: read, then rounds of propose, gather, evaluate and select.
+"""The planner as a LangGraph graph: rounds of propose, gather, evaluate and select.
 
-    read ── propose ×k ── gather ── evaluate ×k ── select ─┬─ propose ×k ...   (Send)
-                                                          └─ END
+    read ─ calibrate ─ propose ×k ─ gather ─ evaluate ×k ─ select ─┬─ propose ×k ...   (Send)
+                                                                  └─ END
 
 Two search modes on one graph: `beam` keeps the best and prunes the losers, `dfs` goes down the
 best child and backtracks from dead ends. Every model call runs inside of `branch(...)`, so that
@@ -11,7 +11,6 @@ of sidequest_langchain are all it uses, and any chat model serves.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -28,13 +27,28 @@ from sidequest_langchain import backtrack, branch, keep_only, prune
 
 from .asking import Asker, Question
 from .problem import TripProblem
-from .prompts import date_checks, next_city_turn, read_city, read_yes, trunk
+from .prompts import (
+    calibration_checks,
+    date_checks,
+    leanings,
+    next_city_turn,
+    read_city,
+    score_of,
+    trunk,
+)
 from .search import Decision, Limits, decide, options_of
 from .thought import ROOT, PlannerState, Thought, thought_id
 
-READ = {"max_tokens": 3, "temperature": 0.0}
-PROPOSE = {"max_tokens": 8, "temperature": 1.0}
-EVALUATE = {"max_tokens": 1, "temperature": 0.0, "logprobs": True, "top_logprobs": 10}
+PROBES = "probes"
+"""The branch of the questions that calibrate."""
+READ: dict[str, Any] = {"max_tokens": 3, "temperature": 0.0}
+PROPOSE: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0}
+EVALUATE: dict[str, Any] = {
+    "max_tokens": 1,
+    "temperature": 0.0,
+    "logprobs": True,
+    "top_logprobs": 10,
+}
 
 PlannerGraph: TypeAlias = CompiledStateGraph[Any, Any, Any, Any]
 Update: TypeAlias = dict[str, Any]
@@ -49,13 +63,15 @@ def build_graph(asker: Asker, limits: Limits, *, seed: int = 0) -> PlannerGraph:
         seed: Makes the sampled proposals repeatable.
     """
     nodes = _Nodes(asker=asker, limits=limits, seed=seed)
-    builder = StateGraph(PlannerState)
+    builder: StateGraph[Any, Any, Any, Any] = StateGraph(PlannerState)
     builder.add_node("read", nodes.read)
+    builder.add_node("calibrate", nodes.calibrate)
     builder.add_node("propose", nodes.propose)
     builder.add_node("gather", nodes.gather)
     builder.add_node("evaluate", nodes.evaluate)
     builder.add_node("select", nodes.select)
     builder.add_edge(START, "read")
+    builder.add_edge("read", "calibrate")
     builder.add_edge("propose", "gather")
     builder.add_edge("evaluate", "select")
     return builder.compile(name="travel planner")
@@ -69,7 +85,7 @@ class _Nodes:
     limits: Limits
     seed: int
 
-    def read(self, state: PlannerState, config: RunnableConfig) -> Command[Any]:
+    def read(self, state: PlannerState, config: RunnableConfig) -> Update:
         """Let the model read the problem: the trunk of every later prompt."""
         problem = state["problem"]
         prompt = trunk(problem)
@@ -81,8 +97,26 @@ class _Nodes:
         root = Thought(
             id=ROOT, parent=None, route=(), day=1, messages=(*prompt, reply), status="live"
         )
-        update = {"nodes": {ROOT: root}, "frontier": [ROOT], "best": ROOT, "outcome": ""}
-        return Command(update=update, goto=self._propose_all(problem, {ROOT: root}, [ROOT]))
+        return {"nodes": {ROOT: root}, "frontier": [ROOT], "best": ROOT, "outcome": ""}
+
+    def calibrate(self, state: PlannerState, config: RunnableConfig) -> Command[Any]:
+        """Ask what is known, to see how far the model leans to yes or no."""
+        problem, nodes = state["problem"], state["nodes"]
+        checks = calibration_checks(problem)
+        with branch(PROBES, parent=ROOT):
+            question = Question(
+                kind="calibrate",
+                thought=PROBES,
+                parent=ROOT,
+                prompts=[[*nodes[ROOT].messages, check.turn] for check in checks],
+                settings=EVALUATE,
+            )
+            replies = [reply for (reply,) in self.asker.ask(question, config)]
+        prune(PROBES, reason="calibrated")
+        return Command(
+            update={"leaning": leanings(checks, replies)},
+            goto=self._propose_all(problem, nodes, [ROOT]),
+        )
 
     def propose(self, payload: dict[str, Any], config: RunnableConfig) -> Update:
         """Let the model name next cities for one thought: one call, several samples."""
@@ -109,7 +143,10 @@ class _Nodes:
         """Have every unfinished proposal of this round scored."""
         problem, nodes = state["problem"], state["nodes"]
         sends = [
-            Send("evaluate", {"problem": problem, "thought": thought})
+            Send(
+                "evaluate",
+                {"problem": problem, "thought": thought, "leaning": state["leaning"]},
+            )
             for thought in nodes.values()
             if thought.status == "new" and len(thought.route) < len(problem.cities)
         ]
@@ -119,18 +156,18 @@ class _Nodes:
         """Let the model estimate whether the dates can still be kept: one token a date."""
         problem, thought = payload["problem"], payload["thought"]
         checks = date_checks(problem, thought.route)
-        score = 1.0
+        replies: list[AIMessage] = []
         if checks:
             with branch(thought.id, parent=thought.parent):
                 question = Question(
                     kind="evaluate",
                     thought=thought.id,
                     parent=thought.parent,
-                    prompts=[[*thought.messages, check] for check in checks],
+                    prompts=[[*thought.messages, check.turn] for check in checks],
                     settings=EVALUATE,
                 )
-                replies = self.asker.ask(question, config)
-            score = math.prod(read_yes(reply) for (reply,) in replies)
+                replies = [reply for (reply,) in self.asker.ask(question, config)]
+        score = score_of(checks, replies, payload["leaning"])
         return {"nodes": {thought.id: replace(thought, status="live", score=score)}}
 
     def select(self, state: PlannerState) -> Command[Any]:

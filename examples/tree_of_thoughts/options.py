@@ -19,7 +19,7 @@ examples:
   sidequest demo                                  one trip, 5 cities, both search modes
   sidequest demo --cities 6 --seed 3 --mode dfs   one larger trip, depth-first
   sidequest demo --seeds 0-4 --baseline cot       five trips, against one answer without a tree
-  sidequest demo --mode beam --beam-width 3 --samples 4
+  sidequest demo --mode beam --beam-width 4 --samples 8
   sidequest demo --json --quiet | tail -1         results as one JSON document
   sidequest demo --record calls.json              keep the calls, to replay them elsewhere
   sidequest demo --problems trip_planning.json    problems of a file with Natural Plan's fields
@@ -128,13 +128,13 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
         default="both",
         help="keep the best, or backtrack from dead ends (default: both, one after the other)",
     )
-    group.add_argument("--beam-width", type=int, default=2, metavar="N", help="default: 2")
+    group.add_argument("--beam-width", type=int, default=3, metavar="N", help="default: 3")
     group.add_argument(
-        "--samples", type=int, default=3, metavar="N", help="proposals of a thought (default: 3)"
+        "--samples", type=int, default=5, metavar="N", help="proposals of a thought (default: 5)"
     )
     group.add_argument("--max-depth", type=int, metavar="N", help="longest route to continue")
     group.add_argument(
-        "--max-calls", type=int, default=120, metavar="N", help="model calls (default: 120)"
+        "--max-calls", type=int, default=150, metavar="N", help="model calls (default: 150)"
     )
     group.add_argument(
         "--baseline", choices=["cot"], help="also ask for the whole plan at once, no tree"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from langchain_core.language_models import BaseChatModel
+from langchain_core.runnables import RunnableConfig
 
 from sidequest_langchain import SideQuestChatModel, attach
 from sidequest_langchain.graph.events import KVEvent
@@ -28,7 +29,9 @@ from .search import Limits
 from .solver import solve
 from .thought import Thought
 
-PLAN = {"max_tokens": 240, "temperature": 0.0}
+_REASONS = {"beam": "prune", "calibrated": "prune", "backtracked": "backtrack"}
+"""What the graph gives as its reasons, and what they are called."""
+PLAN: dict[str, Any] = {"max_tokens": 240, "temperature": 0.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +124,7 @@ def run_planner(
     asker, releases = Asker(model, watcher.call), list[Release]()
 
     def on_event(event: KVEvent) -> None:
-        if event.name == "sidequest.release" and event.data["reason"] in ("beam", "backtracked"):
+        if event.name == "sidequest.release" and event.data["reason"] in _REASONS:
             release = _release(event.data)
             if release.n_bytes:
                 releases.append(release)
@@ -209,7 +212,7 @@ class _Meter:
             model.kv.reset_peak()
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> RunnableConfig:
         return {"configurable": {"thread_id": self._thread_id}}
 
     def resident(self, nodes: Mapping[str, Thought]) -> dict[str, int]:
@@ -218,7 +221,9 @@ class _Meter:
         return resident_bytes(self._model.kv.segments(self._thread_id), nodes)
 
     def peak_bytes(self) -> int | None:
-        return self._model and self._model.kv.usage().peak_bytes - self._before_bytes
+        if self._model is None:
+            return None
+        return self._model.kv.usage().peak_bytes - self._before_bytes
 
     def clear(self) -> None:
         if self._model is not None:
@@ -229,7 +234,7 @@ def _stream(
     graph: PlannerGraph, problem: TripProblem, limits: Limits, watcher: Watcher, meter: _Meter
 ) -> dict[str, Any]:
     state: dict[str, Any] = {"nodes": {}, "best": None, "outcome": ""}
-    config = {**meter.config, "recursion_limit": 20 + 5 * limits.max_calls}
+    config: RunnableConfig = {**meter.config, "recursion_limit": 20 + 5 * limits.max_calls}
     for updates in graph.stream({"problem": problem}, config, stream_mode="updates"):
         for update in updates.values():
             if update:
@@ -242,7 +247,7 @@ def _stream(
 def _release(data: Mapping[str, Any]) -> Release:
     return Release(
         thought=data["path"],
-        reason="prune" if data["reason"] == "beam" else "backtrack",
+        reason=_REASONS[data["reason"]],
         n_bytes=data["bytes"],
         n_tokens=data["tokens"],
     )

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 
@@ -36,6 +37,18 @@ _SOLVED_CHECKS = (
     ((3, 5), (3, 3)),
 )
 """(days, date): the model is far better with these in its prompt than without."""
+
+_SMALLEST = 1e-6
+CheckKind: TypeAlias = Literal["stay", "left"]
+"""Against what a date is held: the days of a stay, or all days that are left of the trip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One question whether days overlap."""
+
+    kind: CheckKind
+    turn: HumanMessage
 
 
 def trunk(problem: TripProblem) -> list[BaseMessage]:
@@ -61,23 +74,60 @@ def next_city_turn(
     return HumanMessage(f"{turn} Which city next? City name only.")
 
 
-def date_checks(problem: TripProblem, route: tuple[str, ...]) -> list[HumanMessage]:
+def date_checks(problem: TripProblem, route: tuple[str, ...]) -> list[Check]:
     """The turns that ask about each date which the last city of `route` decides upon.
 
     The date of the city itself is held against the days of the stay; that of a city still to
     come against the days that are left.
     """
     here = problem.visits(route)[-1]
-    turns = []
+    checks = []
     for window in problem.windows:
+        date = (window.first_day, window.last_day)
         if window.city == here.city:
-            days = (here.first_day, here.last_day)
+            turn = HumanMessage(_check((here.first_day, here.last_day), date))
+            checks.append(Check(kind="stay", turn=turn))
         elif window.city not in route:
-            days = (here.last_day, problem.n_days)
-        else:
-            continue
-        turns.append(HumanMessage(_check(days, (window.first_day, window.last_day))))
-    return turns
+            turn = HumanMessage(_check((here.last_day, problem.n_days), date))
+            checks.append(Check(kind="left", turn=turn))
+    return checks
+
+
+def calibration_checks(problem: TripProblem) -> list[Check]:
+    """Questions with known answers, as many `yes` as `no` of each kind.
+
+    A small model leans to one answer, and to another degree where the list of days is long; the
+    mean of its answers to these is where it stands between yes and no.
+
+    Paper: Calibrate Before Use, arXiv:2102.09690.
+    """
+    n, middle = problem.n_days, problem.n_days // 2
+    stay = (((3, 6), (5, 6)), ((6, 8), (5, 7)), ((2, 6), (9, 10)), ((7, 9), (2, 4)))
+    left = (((5, n), (middle + 1, middle + 2)), ((middle, n), (n - 2, n - 1)))
+    past = (((middle, n), (2, 4)), ((middle + 1, n), (3, 4)))
+    return [
+        *(Check(kind="stay", turn=HumanMessage(_check(*pair))) for pair in stay),
+        *(Check(kind="left", turn=HumanMessage(_check(*pair))) for pair in (*left, *past)),
+    ]
+
+
+def leanings(checks: Sequence[Check], replies: Sequence[AIMessage]) -> dict[CheckKind, float]:
+    """Where the model stands between no and yes, by kind: the mean log-odds of `yes`."""
+    odds: dict[CheckKind, list[float]] = {}
+    for check, reply in zip(checks, replies, strict=True):
+        odds.setdefault(check.kind, []).append(_log_odds(read_yes(reply)))
+    return {kind: sum(some) / len(some) for kind, some in odds.items()}
+
+
+def score_of(
+    checks: Sequence[Check], replies: Sequence[AIMessage], leaning: Mapping[CheckKind, float]
+) -> float:
+    """The model's estimate that all dates checked are kept, from 0 to 1: 1 without any."""
+    score = 1.0
+    for check, reply in zip(checks, replies, strict=True):
+        odds = _log_odds(read_yes(reply)) - leaning.get(check.kind, 0.0)
+        score *= 1 / (1 + math.exp(-odds))
+    return score
 
 
 def read_city(reply: str, options: Sequence[str]) -> str | None:
@@ -131,6 +181,11 @@ def read_plan(reply: str, cities: Sequence[str]) -> tuple[str, ...]:
     names = re.findall(rf"\b(?:{pattern})\b", line, flags=re.IGNORECASE)
     known = {city.casefold(): city for city in cities}
     return tuple(known[name.casefold()] for name in names)
+
+
+def _log_odds(probability: float) -> float:
+    bounded = min(max(probability, _SMALLEST), 1 - _SMALLEST)
+    return math.log(bounded / (1 - bounded))
 
 
 def _problem(problem: TripProblem) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import BaseMessage
 
 from sidequest_langchain import SideQuestChatModel
@@ -50,7 +51,7 @@ def replay_without_release(
     n_done = 0
     try:
         for _, calls in groupby(sorted(records, key=_round), key=_round):
-            prompts = [stored_messages(record) for record in calls]
+            prompts: list[LanguageModelInput] = [stored_messages(record) for record in calls]
             model.batch(prompts, {"configurable": {"thread_id": thread_id}}, max_tokens=1)
             n_done += len(prompts)
             on_progress(n_done, len(records))

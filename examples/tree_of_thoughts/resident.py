@@ -23,7 +23,7 @@ def resident_bytes(segments: Sequence[SegmentInfo], nodes: Mapping[str, Thought]
     through: dict[int, list[tuple[str, ...]]] = {}
     for segment in reversed(segments):
         routes = through.setdefault(segment.segment_id, [])
-        routes += [nodes[b].route for label in segment.labels if (b := label.branch) in nodes]
+        routes += [nodes[b].route for label in segment.labels if (b := label.branch or "") in nodes]
         if segment.parent_id is not None:
             through.setdefault(segment.parent_id, []).extend(routes)
     found: dict[str, int] = {}

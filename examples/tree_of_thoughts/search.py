@@ -23,11 +23,11 @@ class Limits:
     """How far a search may go."""
 
     mode: Mode = "beam"
-    beam_width: int = 2
-    n_samples: int = 3
+    beam_width: int = 3
+    n_samples: int = 5
     max_depth: int | None = None
     """Longest route that is still continued; `None`: all the cities."""
-    max_calls: int = 120
+    max_calls: int = 150
     """Model calls after which no new round begins."""
 
 
@@ -67,11 +67,7 @@ def decide(
         return replace(decision, best=done, frontier=[], outcome="solved")
     if not decision.frontier and not decision.outcome:
         decision = replace(decision, outcome="every thought was a dead end")
-    best = max(
-        (t for t in after.values() if t.status != "dead"),
-        key=lambda t: (len(t.route), t.score or 0.0),
-        default=after[ROOT],
-    )
+    best = max(after.values(), key=lambda t: (len(t.route), t.score or 0.0))
     return replace(decision, best=best.id)
 
 

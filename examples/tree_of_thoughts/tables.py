@@ -57,7 +57,7 @@ def comparison(runs: Sequence[Run]) -> Table:
             f"{sum(run.n_tokens('prefilled') for run in some):,}",
             f"{sum(run.n_tokens('reused') for run in some):,}",
             _most([run.peak_bytes for run in some]),
-            _most([run.kept and run.kept.peak_bytes for run in some]),
+            _most([run.kept.peak_bytes if run.kept else None for run in some]),
             f"{sum(run.wall_s for run in some):.0f}",
         )
     return table

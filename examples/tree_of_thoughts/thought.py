@@ -67,6 +67,8 @@ class PlannerState(TypedDict, total=False):
     """Thoughts to continue in the next round."""
     best: str | None
     """The thought that is a valid plan, or else the longest route found."""
+    leaning: dict[str, float]
+    """Where the model stands between no and yes; see `prompts.leanings`."""
     outcome: str
     """Why the search ended; empty while it runs."""
 

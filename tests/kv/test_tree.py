@@ -50,6 +50,7 @@ def test_matches_on_past_a_running_tip_that_repeats_a_part(grove):
     grove.feed(running, "bx")
     found, n = grove.tree.match("s", ids("abcdefg"))
     assert (n, found.is_open) == (6, False)
+    assert not grove.tree.match("s", ids("ab"))[0].is_open, "the closed twin needs no cut"
     assert grove.begin("abcde").n_reused == 5
     grove.tree.commit(running)
     assert grove.drawing() == "a(b(c(de(* f)) x))"

@@ -166,6 +166,15 @@ def test_sweep_frees_the_least_recently_used_leaf_first(grove):
     assert text_of(grove.tree.paths[1]) == "ab"
 
 
+def test_a_trunk_counts_as_used_when_its_branches_are(grove):
+    grove.run("ab")
+    grove.run("xy")
+    grove.run("abcd", branch="b")
+    grove.release("b")
+    grove.tree.sweep(over(grove.tree, 2))
+    assert grove.drawing() == "ab"
+
+
 def test_sweep_stops_as_soon_as_it_can_and_does_nothing_below_the_budget(grove):
     grove.run("abcd")
     grove.run("xy")
