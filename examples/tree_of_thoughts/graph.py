@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 from langchain_core.messages import AIMessage
 from langchain_core.runnables import RunnableConfig
@@ -28,6 +28,7 @@ from sidequest_langchain import backtrack, branch, keep_only, prune
 from .asking import Asker, Question
 from .problem import TripProblem
 from .prompts import (
+    CheckKind,
     calibration_checks,
     date_checks,
     leanings,
@@ -54,6 +55,22 @@ PlannerGraph: TypeAlias = CompiledStateGraph[Any, Any, Any, Any]
 Update: TypeAlias = dict[str, Any]
 
 
+class Proposing(TypedDict):
+    """What a `propose` is sent."""
+
+    problem: TripProblem
+    thought: Thought
+    options: list[str]
+
+
+class Evaluating(TypedDict):
+    """What an `evaluate` is sent."""
+
+    problem: TripProblem
+    thought: Thought
+    leaning: dict[CheckKind, float]
+
+
 def build_graph(asker: Asker, limits: Limits, *, seed: int = 0) -> PlannerGraph:
     """Compile the planner.
 
@@ -66,9 +83,9 @@ def build_graph(asker: Asker, limits: Limits, *, seed: int = 0) -> PlannerGraph:
     builder: StateGraph[Any, Any, Any, Any] = StateGraph(PlannerState)
     builder.add_node("read", nodes.read)
     builder.add_node("calibrate", nodes.calibrate)
-    builder.add_node("propose", nodes.propose)
+    builder.add_node("propose", nodes.propose, input_schema=Proposing)
     builder.add_node("gather", nodes.gather)
-    builder.add_node("evaluate", nodes.evaluate)
+    builder.add_node("evaluate", nodes.evaluate, input_schema=Evaluating)
     builder.add_node("select", nodes.select)
     builder.add_edge(START, "read")
     builder.add_edge("read", "calibrate")
@@ -118,9 +135,9 @@ class _Nodes:
             goto=self._propose_all(problem, nodes, [ROOT]),
         )
 
-    def propose(self, payload: dict[str, Any], config: RunnableConfig) -> Update:
+    def propose(self, state: Proposing, config: RunnableConfig) -> Update:
         """Let the model name next cities for one thought: one call, several samples."""
-        problem, thought, options = payload["problem"], payload["thought"], payload["options"]
+        problem, thought, options = state["problem"], state["thought"], state["options"]
         turn = next_city_turn(problem, thought.route, thought.day, options)
         n_samples = min(self.limits.n_samples, len(options))
         # With one option there is nothing to sample, but the conversation goes on with a reply.
@@ -152,9 +169,9 @@ class _Nodes:
         ]
         return Command(goto=sends or "select")
 
-    def evaluate(self, payload: dict[str, Any], config: RunnableConfig) -> Update:
+    def evaluate(self, state: Evaluating, config: RunnableConfig) -> Update:
         """Let the model estimate whether the dates can still be kept: one token a date."""
-        problem, thought = payload["problem"], payload["thought"]
+        problem, thought = state["problem"], state["thought"]
         checks = date_checks(problem, thought.route)
         replies: list[AIMessage] = []
         if checks:
@@ -167,7 +184,7 @@ class _Nodes:
                     settings=EVALUATE,
                 )
                 replies = [reply for (reply,) in self.asker.ask(question, config)]
-        score = score_of(checks, replies, payload["leaning"])
+        score = score_of(checks, replies, state["leaning"])
         return {"nodes": {thought.id: replace(thought, status="live", score=score)}}
 
     def select(self, state: PlannerState) -> Command[Any]:

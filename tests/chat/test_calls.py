@@ -14,6 +14,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
 from sidequest_langchain.engine.constraint import Constraint
 from sidequest_langchain.errors import ContextLengthError, RequestError
+from tests.support import templates
 from tests.support.force import force
 from tests.support.oracle import greedy, logits
 from tests.support.tiny import tiny_model
@@ -183,6 +184,25 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_generated(
     # the last token sampled before the end has no K/V: at most one kept token is computed anew
     assert after.usage_metadata["input_token_details"]["cache_read"] >= n_prompt + len(kept) - 1
     assert after.content == answer_of(model, chat, messages, 8, tok)
+    chat.kv.check_integrity()
+
+
+def test_what_a_template_stripped_from_an_earlier_reply_is_released(make_chat):
+    model, tok = tiny_model("llama"), byte_tokenizer(templates.THINK)
+    chat = make_chat(model=model, tokenizer=tok, max_tokens=32)
+    script = spelled(tok, "<think>", "\nhm hm\n", "</think>", "\n\n", "H", "anzi", END)
+    messages = [H("Plan")]
+    first = chat.prompt_ids(messages)
+    with force(model, {len(first): script}):
+        messages += [chat.invoke(messages), H("And then?")]
+    second = chat.prompt_ids(messages)
+    reply = chat.invoke(messages, max_tokens=4)
+    n_common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    assert reply.usage_metadata["input_token_details"]["cache_read"] == n_common
+    assert reply.content == answer_of(model, chat, messages, 4, tok)
+    # exactly this conversation is resident: the last token sampled has no K/V
+    n_generated = len(chat.engine.replies.get(reply.id).token_ids)
+    assert chat.kv.usage().n_tokens in (len(second) + n_generated - 1, len(second) + n_generated)
     chat.kv.check_integrity()
 
 
@@ -474,6 +494,16 @@ def test_streamed_events_of_version_3_give_the_same_message_and_it_is_known_agai
     ids = chat.prompt_ids([*MESSAGES, message, H("And?")])
     fed = [*chat.prompt_ids(MESSAGES), *spelled(tok, "H", "anzi")]
     assert ids[: len(fed)] == fed
+
+
+@pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")
+async def test_async_events_of_version_3_give_the_same_message(chat):
+    stream = await chat.astream_events(MESSAGES, version="v3")
+    texts = [text async for text in stream.text]
+    message = await stream.output
+    assert message.text == "".join(texts) == chat.invoke(MESSAGES).content
+    assert len(texts) > 2
+    assert message.usage_metadata["output_tokens"] == 8
 
 
 def test_output_version_1_is_blocks_of_the_same_text(make_chat):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -135,6 +136,21 @@ def test_an_interrupt_in_a_callback_reaches_the_caller_and_ends_the_generation(s
         "stream": lambda: list(slow.chat.stream("Plan", config)),
     }
     with pytest.raises(type(error)):
+        calls[way]()
+    slow.assert_idle_again()
+
+
+@pytest.mark.parametrize("way", ["invoke", "stream", "generate"])
+def test_ctrl_c_while_waiting_ends_the_generation(slow, way):
+    calls = {
+        "invoke": lambda: slow.chat.invoke("Plan"),
+        "stream": lambda: list(slow.chat.stream("Plan")),
+        "generate": lambda: slow.chat.generate([[HumanMessage("Plan")]], n=2),
+    }
+    press = [threading.main_thread().ident, signal.SIGINT]
+    timer = threading.Timer(4 * STEP_S, signal.pthread_kill, press)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
         calls[way]()
     slow.assert_idle_again()
 

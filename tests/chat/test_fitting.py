@@ -22,6 +22,11 @@ TOOL = {
     "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}},
 }
 MAPPING_ONLY = templates.TOOLS_MAP
+STRICT = (  # as Gemma has it: no system role, and user and model take turns
+    "{% for m in messages %}"
+    "{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% endfor %}"
+) + templates.TRIM
 LEADING_SYSTEM_ONLY = (  # as Llama 2 has it: a later system message is not looked at
     r"{% if messages[0].role == 'system' %}{{ messages[0].content + '\n' }}{% endif %}"
     r"{% for m in messages if m.role != 'system' %}{{ m.role + ': ' + m.content + '\n' }}"
@@ -51,7 +56,7 @@ def test_a_template_that_takes_everything_gets_everything_as_it_is():
     assert text_of(templates.PLAIN, messages) == "".join(turn(*t) for t in expected) + ASK
 
 
-@pytest.mark.parametrize("template", [templates.PLAIN, templates.NOSYS, templates.ALT])
+@pytest.mark.parametrize("template", [templates.PLAIN, templates.NOSYS, templates.ALT, STRICT])
 @pytest.mark.parametrize(
     "messages",
     [
@@ -68,7 +73,7 @@ def test_every_text_is_in_the_prompt_once_and_in_order(template, messages):
     prompt = text_of(template, messages)
     texts = [m.content for m in messages]
     assert [prompt.count(text) for text in texts] == [1] * len(texts)
-    if template != templates.NOSYS:
+    if template in (templates.PLAIN, templates.ALT):
         assert sorted(texts, key=prompt.index) == texts
     assert prompt.endswith(ASK)
 
@@ -80,7 +85,7 @@ def test_a_system_message_becomes_part_of_the_first_user_turn_where_there_is_no_
     assert text_of(templates.NOSYS, [S(""), H("H")]) == turn("user", "H") + ASK
 
 
-@pytest.mark.parametrize("template", [templates.NOSYS, templates.ALT, LEADING_SYSTEM_ONLY])
+@pytest.mark.parametrize("template", [templates.NOSYS, templates.ALT, STRICT, LEADING_SYSTEM_ONLY])
 def test_a_longer_conversation_begins_as_the_shorter_one(template):
     whole = [S("S"), H("H"), A("A"), S("T"), H("I"), A("B"), H("J")]
     rendered = [text_of(template, whole[:n]) for n in (2, 5, 7)]
@@ -128,7 +133,7 @@ def test_letters_of_any_script_stay_letters_in_arguments():
         assert '"城市"' in text_of(getattr(templates, name), messages)
 
 
-@pytest.mark.parametrize("template", [templates.PLAIN, templates.NOSYS, templates.ALT])
+@pytest.mark.parametrize("template", [templates.PLAIN, templates.NOSYS, templates.ALT, STRICT])
 def test_a_tool_round_is_shown_even_to_a_template_without_tools(template):
     prompt = text_of(template, [*TOOL_ROUND, A("It is 42."), H("Thanks")])
     assert prompt.count("look_up") == prompt.count("Oslo") == 1

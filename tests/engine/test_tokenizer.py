@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizer
 
 from sidequest_langchain.engine.detokenizer import Detokenizer
@@ -122,6 +126,38 @@ def test_plain_text_is_the_same_with_and_without_control_tokens(make):
     ours = ChatTokenizer(make())
     text = "The plan of the day:\n\n1. Paris – 城市"
     assert ours.encode(text, control_tokens=False) == ours.encode(text)
+
+
+@given(
+    st.lists(
+        st.sampled_from([START, END, "<think>", "The plan", " ", "\n", "\n\n", "城市", "x", "é"]),
+        max_size=12,
+    ),
+    st.sampled_from(KINDS),
+)
+@settings(max_examples=200, deadline=None)
+def test_sections_encode_to_the_ids_of_the_whole(pieces, make):
+    ours = _chat_tokenizer(make)
+    text = "".join(pieces)
+    sections = ours.sections(text)
+    assert "".join(sections) == text
+    ids: list[int] = []
+    for section in sections:
+        ids += ours.encode(section, follows_text=bool(ids))
+    assert ids == ours.encode(text)
+    if make is byte_tokenizer and END in pieces and "x" in pieces:
+        assert len(sections) > 1
+
+
+@cache
+def _chat_tokenizer(make) -> ChatTokenizer:
+    return ChatTokenizer(make())
+
+
+def test_a_special_token_that_swallows_blanks_is_no_border():
+    theirs = byte_tokenizer()
+    theirs.add_tokens([AddedToken("<|x|>", special=True, lstrip=True)], special_tokens=True)
+    assert ChatTokenizer(theirs).sections(f"a{END}b") == [f"a{END}b"]
 
 
 def test_token_bytes_join_to_the_text():

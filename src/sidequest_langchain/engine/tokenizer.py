@@ -52,9 +52,10 @@ class ChatTokenizer:
         self.vocab_size = len(self._tokenizer)
         added = self._tokenizer.added_tokens_decoder
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self._special_ids = frozenset(self._tokenizer.all_special_ids) | {
-            token_id for token_id, token in added.items() if token.special
-        }
+        special_ids = {token_id for token_id, token in added.items() if token.special}
+        if self._backend is None:
+            special_ids |= set(self._tokenizer.all_special_ids)
+        self._special_ids = frozenset(special_ids)
         self.special_tokens: frozenset[str] = frozenset(self._tokenizer.all_special_tokens) | {
             token.content for token in added.values() if token.special
         }
