@@ -101,10 +101,10 @@ def calibration_checks(problem: TripProblem) -> list[Check]:
 
     Paper: Calibrate Before Use, arXiv:2102.09690.
     """
-    n, middle = problem.n_days, problem.n_days // 2
+    n = max(4, problem.n_days // 2)  # days that are left, about half-way
     stay = (((3, 6), (5, 6)), ((6, 8), (5, 7)), ((2, 6), (9, 10)), ((7, 9), (2, 4)))
-    left = (((5, n), (middle + 1, middle + 2)), ((middle, n), (n - 2, n - 1)))
-    past = (((middle, n), (2, 4)), ((middle + 1, n), (3, 4)))
+    left = (((5, 5 + n), (7, 8)), ((6, 6 + n), (4 + n, 5 + n)))
+    past = (((5, 5 + n), (2, 4)), ((6, 6 + n), (3, 4)))
     return [
         *(Check(kind="stay", turn=HumanMessage(_check(*pair))) for pair in stay),
         *(Check(kind="left", turn=HumanMessage(_check(*pair))) for pair in (*left, *past)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from langchain_core.language_models import BaseChatModel
@@ -101,7 +102,7 @@ def numbers(text: str) -> list[int]:
 def route_of(messages: Sequence[BaseMessage]) -> tuple[str, ...]:
     """The cities that the conversation has chosen so far."""
     route: list[str] = []
-    for asked, reply in zip(messages, messages[1:], strict=False):
+    for asked, reply in pairwise(messages):
         if "Choose one:" in str(asked.content) and isinstance(reply, AIMessage):
             options = str(asked.content).split("Choose one: ")[1].split(".")[0].split(", ")
             route.append(read_city(str(reply.content), options) or options[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import permutations, pairwise
+from itertools import pairwise, permutations
 
 import pytest
 from hypothesis import given, settings

@@ -102,7 +102,8 @@ class TestBeam:
 
     def test_a_valid_plan_ends_the_search(self) -> None:
         route = ("Oslo", "Graz", "Porto")
-        nodes = tree(thought(*route), thought(*route, "Riga", score=None, status="new"))
+        way = [thought(*route[:n]) for n in (1, 2, 3)]
+        nodes = tree(*way, thought(*route, "Riga", score=None, status="new"))
         decision = decide(PROBLEM, nodes, [thought_id(route)], BEAM)
         assert (decision.outcome, decision.frontier) == ("solved", [])
         assert decision.best == "Oslo > Graz > Porto > Riga"

@@ -175,6 +175,15 @@ def test_a_trunk_counts_as_used_when_its_branches_are(grove):
     assert grove.drawing() == "ab"
 
 
+def test_a_path_counts_as_used_until_it_ends(grove):
+    long = grove.begin("ab")
+    grove.feed(long, "ab")
+    grove.run("xy")
+    grove.tree.commit(long)
+    grove.tree.sweep(over(grove.tree, 2))
+    assert grove.drawing() == "ab"
+
+
 def test_sweep_stops_as_soon_as_it_can_and_does_nothing_below_the_budget(grove):
     grove.run("abcd")
     grove.run("xy")

@@ -6,8 +6,9 @@ It must not know token ids or LangChain's messages.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from sidequest_langchain.chat.messages import Piece, ToolCall, Turn
@@ -106,16 +107,7 @@ def probe(tokenizer: ChatTokenizer, *, has_tools: bool = False) -> Traits:
     more, rule, late = _turn("user", "Sq-more"), _turn("system", "Sq-rule"), _turn("system", "Sq-b")
     tools = [_PROBE_TOOL] if has_tools else None
 
-    def shows(wanted: str, *turns: Turn, has_argument_text: bool = False) -> bool:
-        messages = [message_of(turn, has_argument_text=has_argument_text) for turn in turns]
-        try:
-            text = tokenizer.render(messages, tools=tools)
-        except TemplateError:
-            return False
-        return all(text.count(piece) == 1 for piece in [t.text for t in turns if t.text]) and (
-            wanted in text
-        )
-
+    shows = partial(_shows, tokenizer, tools)
     opening = _opening(tokenizer, user, tools)
     has_runs = shows("", user, more) and shows("", user, answer, _turn("assistant", "Sq-and"))
     has_mapping = shows(call.name, user, calling)
@@ -135,12 +127,28 @@ def probe(tokenizer: ChatTokenizer, *, has_tools: bool = False) -> Traits:
     )
 
 
+def _shows(
+    tokenizer: ChatTokenizer,
+    tools: list[dict[str, Any]] | None,
+    wanted: str,
+    *turns: Turn,
+    has_argument_text: bool = False,
+) -> bool:
+    """Whether the rendered turns hold each of their texts once, and `wanted`."""
+    messages = [message_of(turn, has_argument_text=has_argument_text) for turn in turns]
+    try:
+        text = tokenizer.render(messages, tools=tools)
+    except TemplateError:
+        return False
+    return wanted in text and all(text.count(t.text) == 1 for t in turns if t.text)
+
+
 def _turn(role: str, text: str) -> Turn:
     return Turn(role=role, pieces=(Piece(text),))
 
 
-def _opening(tokenizer: ChatTokenizer, user: Turn, tools: Sequence[dict[str, Any]] | None) -> str:
-    messages, tools = [message_of(user)], list(tools) if tools else None
+def _opening(tokenizer: ChatTokenizer, user: Turn, tools: list[dict[str, Any]] | None) -> str:
+    messages = [message_of(user)]
     asked = tokenizer.render(messages, tools=tools)
     try:
         told = tokenizer.render(messages, tools=tools, add_generation_prompt=False)
