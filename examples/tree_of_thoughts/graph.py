@@ -204,7 +204,8 @@ class _Nodes:
         goto = self._propose_all(problem, nodes, growing) or END
         if decision.back_to is not None:
             return backtrack(decision.back_to, prune=decision.given_up, update=update, goto=goto)
-        _give_up(decision, nodes, frontier)
+        if self.limits.mode == "beam":  # depth-first may come back to what it leaves open
+            _give_up(decision, nodes, frontier)
         return Command(update=update, goto=goto)
 
     def _propose_all(

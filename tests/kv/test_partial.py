@@ -13,9 +13,10 @@ from sidequest_langchain.kv.partial_cpu import cpu_partial
 from sidequest_langchain.kv.partial_cuda import cuda_partial, is_fused
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+ON_CPU = [*FLOATS, torch.float64]
 WAYS = [
-    *[pytest.param((math_partial, "cpu", t), id=f"math-{t}") for t in FLOATS],
-    *[pytest.param((cpu_partial, "cpu", t), id=f"cpu-{t}") for t in FLOATS],
+    *[pytest.param((math_partial, "cpu", t), id=f"math-{t}") for t in ON_CPU],
+    *[pytest.param((cpu_partial, "cpu", t), id=f"cpu-{t}") for t in ON_CPU],
     # Without a device only what the flash kernel refuses can run: it goes to the math way.
     pytest.param((cuda_partial, "cpu", torch.float32), id="cuda-fallback"),
 ]
@@ -25,7 +26,7 @@ if torch.cuda.is_available():
         for p in (cuda_partial, math_partial)
         for t in FLOATS
     ]
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 """Relative to outputs and scores of size one; half precision rounds scores and weights."""
 MASKS = ["none", "causal", "visible"]
 # (query heads, KV heads, head dim): GQA ratios 1, 2, 4, 7, 8

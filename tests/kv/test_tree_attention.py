@@ -59,15 +59,23 @@ def test_segments_longer_than_a_block_of_keys(windows, softcap, monkeypatch):
     run(world, grove, fed, features_for(world, windows, softcap, False))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 6e-2), (torch.float16, 6e-3), (torch.float64, 1e-5)]
+)
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_half_precision_keeps_its_dtype(dtype, softcap, monkeypatch):
+def test_other_precisions_keep_their_dtype(dtype, tolerance, softcap, monkeypatch):
     monkeypatch.setattr(partial_module, "KEY_BLOCK", 8)
     rng = random.Random(2)
     world = World(2, dtype)
     grove, running = grow(world, rng)
     fed = batch(rng, grove, running, BATCHES["mixed"])
-    run(world, grove, fed, features_for(world, WINDOWS["by layer"], softcap, True), tolerance=6e-2)
+    run(
+        world,
+        grove,
+        fed,
+        features_for(world, WINDOWS["by layer"], softcap, True),
+        tolerance=tolerance,
+    )
 
 
 def test_a_cold_prompt_in_chunks_and_then_token_by_token():
