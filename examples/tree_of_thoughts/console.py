@@ -25,6 +25,8 @@ from .thought import ROOT, Thought, children_of
 
 _STYLES = {"new": "dim", "live": "cyan", "pruned": "yellow", "dead": "red", "done": "bold green"}
 _HEARTBEAT_S = 2.0
+_READS = "the model reads the problem"
+_BEGINNINGS = {"beam": _READS, "dfs": _READS, "cot": "the model writes a whole plan"}
 
 
 def watcher_for(console: Console, *, is_quiet: bool) -> Watcher:
@@ -57,7 +59,7 @@ class Lines(Silent):
 
     def begin(self, problem: TripProblem, method: str) -> None:
         self._shown, self._tokens, self._n_calls = {}, {}, 0
-        self._say(f"{problem.name}, {method}: the model reads the problem")
+        self._say(f"{problem.name}, {method}: {_BEGINNINGS[method]}")
 
     def call(self, record: CallRecord) -> None:
         _count(self._tokens, record)
@@ -104,7 +106,7 @@ class LiveTree(Silent):
 
     def begin(self, problem: TripProblem, method: str) -> None:
         self._nodes, self._resident, self._tokens, self._n_calls = {}, {}, {}, 0
-        self._title, self._note = f"{problem.name}, {method}", "the model reads the problem"
+        self._title, self._note = f"{problem.name}, {method}", _BEGINNINGS[method]
         self._began_s = time.monotonic()
         self._live = Live(
             get_renderable=self._picture,

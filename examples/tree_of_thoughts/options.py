@@ -111,7 +111,7 @@ def _add_problem_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"cities of a trip, {MIN_CITIES} to {MAX_CITIES} (default: 5)",
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="problem (default: 0)")
+    group.add_argument("--seed", type=int, default=1, metavar="N", help="problem (default: 1)")
     group.add_argument("--seeds", metavar="LIST", help="several problems: 0-4 or 0,3,7")
     group.add_argument("--problems", type=Path, metavar="FILE", help="problems of a JSON file")
     group.add_argument("--limit", type=int, metavar="N", help="only the first N of the file")

@@ -43,10 +43,12 @@ class CacheConfig:
     def __post_init__(self) -> None:
         for name in ("budget_tokens", "budget_bytes", "prefill_chunk", "max_running"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is None and name != "max_running":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
                 msg = f"{name} must be a whole number, found {value!r}"
                 raise ConfigError(msg)
-            if value is not None and value < 1:
+            if value < 1:
                 msg = f"{name} must be at least 1, found {value}"
                 raise ConfigError(msg)
         if self.isolation not in ("thread", "tenant", "shared"):

@@ -50,6 +50,10 @@ class ContextLengthError(RequestError):
             "(langchain_core.messages.trim_messages) or use a model with a longer context"
         )
 
+    def __reduce__(self) -> tuple[type[ContextLengthError], tuple[int, int]]:
+        # Exceptions are rebuilt from `args`, the message, which is not what `__init__` takes.
+        return type(self), (self.n_prompt_tokens, self.context_length)
+
 
 class TemplateError(RequestError):
     """The tokenizer has no chat template, or its template refuses these messages."""

@@ -232,11 +232,11 @@ def check_short_common_head(engine: Engine, family: str) -> None:
 
 def check_release_of_inner_path(engine: Engine, family: str) -> None:
     """What stands on a released path lives on; only what nobody needs goes."""
-    inner = ask(ids(20), 10, call="inner")
-    answer = check_answer(engine, family, inner, n_reused=0)
-    outer = ask([*ids(20), *answer.token_ids[:4], *ids(8, seed=7)], 5, call="outer")
+    inner = ask(ids(30), 6, call="inner")
+    kept = stored(inner, check_answer(engine, family, inner, n_reused=0))
+    outer = ask([*ids(24), *ids(8, seed=7)], 5, call="outer")
     result = check_answer(engine, family, outer, n_reused=24)
-    check_release(engine, "inner", n_tokens=len(stored(inner, answer)) - 24)
+    check_release(engine, "inner", n_tokens=len(kept) - 24)
     audit(engine, [stored(outer, result)])
     check_answer(engine, family, ask(outer.prompt_ids, 5), n_reused=len(outer.prompt_ids))
     again = ask([*outer.prompt_ids, *ids(3, seed=8)], 5, call="again")

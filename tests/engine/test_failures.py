@@ -19,7 +19,6 @@ from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.request import Event, GenerationResult, TextDelta
 from sidequest_langchain.errors import EngineClosedError, RequestCancelledError
 from sidequest_langchain.kv import segment as segment_room
-from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.tree import SegmentTree
 from tests.engine import checks
 from tests.engine.driving import (
@@ -270,52 +269,80 @@ def test_no_room_for_more_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch, 
     checks.check_answer(engine, LLAMA, ask(ids(40), 6), n_reused=0)
 
 
-@pytest.mark.parametrize("at", [1, 2, 4])
-@pytest.mark.parametrize("act", ["copy_head", "drop_head", "fit"])
-def test_no_room_to_move_rows(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, act: str, at: int
-) -> None:
-    """A split, a merge or the end of a request needs a copy that cannot be made half-way."""
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 6, 8])
+def test_no_room_to_split(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """A prompt leaves a segment in its middle, and copy number `at` cannot be made."""
     first = ask(ids(30), 4)
     before = [stored(first, run(engine, first))]
-    original, n_copies = getattr(Segment, act), 0
-
-    def failing(self: Segment, *args: Any) -> int:
-        def clone(tensor: torch.Tensor, **given: Any) -> torch.Tensor:
-            nonlocal n_copies
-            n_copies += 1
-            if n_copies == at:
-                raise out_of_memory()
-            return tensor.clone(**given)
-
-        with SubstituteClone(clone):
-            return int(original(self, *args))
-
-    monkeypatch.setattr(Segment, act, failing)
+    shown = engine.kv.segments()
+    branch = ask([*ids(20), *ids(6, seed=1)], 4)
+    fail_copy(monkeypatch, "begin", at)
     with pytest.raises(torch.OutOfMemoryError):
-        run(engine, ask([*ids(20), *ids(6, seed=1)], 4))
+        run(engine, branch)
     monkeypatch.undo()
     audit(engine, before)
+    assert engine.kv.segments() == shown
+    checks.check_answer(engine, LLAMA, branch, n_reused=20)
     checks.check_answer(engine, LLAMA, ask(ids(30), 4), n_reused=30)
 
 
-class SubstituteClone(TorchFunctionMode):
-    """Lets copies of tensors be made, or refused, by the test."""
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_no_room_to_close(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """A request ends, and copy number `at` without the room to grow cannot be made."""
+    first = ask(ids(30), 4)
+    before = [stored(first, run(engine, first))]
+    fail_copy(monkeypatch, "commit", at)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(engine, ask([*ids(30), *ids(6, seed=1)], 4))
+    monkeypatch.undo()
+    audit(engine, before)
+    checks.check_answer(engine, LLAMA, ask([*ids(30), *ids(6, seed=1)], 4), n_reused=30)
 
-    def __init__(self, clone: Callable[..., torch.Tensor]) -> None:
+
+@pytest.mark.parametrize("at", [1, 4, 5, 8, 9, 12])
+def test_no_room_to_merge(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Two requests computed a common head each: one of them fails as it gives up its own."""
+    requests = [ask([*ids(10), *ids(6, seed=n)], 3 + n) for n in (1, 2)]
+    fail_copy(monkeypatch, "commit", at)
+    outcomes = [listener.outcome() for listener, _ in submit_all(engine, requests)]
+    monkeypatch.undo()
+    [failed] = [r for r, o in zip(requests, outcomes, strict=True) if isinstance(o, BaseException)]
+    [(done, result)] = [
+        (r, o) for r, o in zip(requests, outcomes, strict=True) if isinstance(o, GenerationResult)
+    ]
+    checks.check_result(LLAMA, done, result)
+    audit(engine, [stored(done, result)])
+    checks.check_answer(engine, LLAMA, ask(failed.prompt_ids, 6), n_reused=10)
+    checks.check_answer(engine, LLAMA, ask(done.prompt_ids, 6), n_reused=16)
+
+
+def fail_copy(patch: pytest.MonkeyPatch, act: str, at: int) -> None:
+    """Let copy number `at` of rows that an act of the tree makes fail, and none after it."""
+    original, scarce = getattr(SegmentTree, act), ScarceRows(at)
+
+    def failing(self: SegmentTree, *args: Any) -> Any:
+        with scarce:
+            return original(self, *args)
+
+    patch.setattr(SegmentTree, act, failing)
+
+
+class ScarceRows(TorchFunctionMode):
+    """The copy of rows number `at` (from 1) meets a full device; those after it do not."""
+
+    def __init__(self, at: int) -> None:
         super().__init__()
-        self._clone = clone
+        self._n_left = at
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in (torch.Tensor.clone, torch.empty):
-            with torch._C.DisableTorchFunction():
-                if func is torch.empty:
-                    self._clone(torch.zeros(()))
-                    return func(*args, **(kwargs or {}))
-                return self._clone(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.clone, torch.empty) and made.numel():
+            self._n_left -= 1
+            if self._n_left == 0:
+                raise out_of_memory()
+        return made
 
 
 # -- what else may raise -----------------------------------------------------------------

@@ -89,12 +89,9 @@ def plain(model: PreTrainedModel, prompt: Sequence[int], n: int) -> list[int]:
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, PreTrainedModel, int]]:
     fixture = {"smollm2": "real_smollm", "qwen": "real_qwen"}[request.param]
     loaded = request.getfixturevalue(fixture)
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(2)
     engine = Engine(loaded.model, loaded.tokenizer)
     yield engine, loaded.model, N_NEW[request.param]
     engine.close()
-    torch.set_num_threads(n_threads)
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)

@@ -78,6 +78,13 @@ def test_the_solver_finds_what_brute_force_finds(problem: TripProblem) -> None:
     assert set(solve(problem).routes) == valid
 
 
+def test_the_solver_counts_what_it_looked_at() -> None:
+    # Oslo misses its dates if it comes first, Porto leads to Oslo and on, Riga leads nowhere.
+    solution = solve(three_cities())
+    assert solution.routes == (("Porto", "Oslo", "Riga"),)
+    assert (solution.n_expanded, solution.n_dead_ends) == (5, 2)
+
+
 @settings(deadline=None, max_examples=40)
 @given(small_problems)
 def test_looking_ahead_never_refuses_what_can_be_completed(problem: TripProblem) -> None:

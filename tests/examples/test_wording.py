@@ -49,6 +49,16 @@ def test_a_text_in_the_benchmark_s_sentences_is_understood() -> None:
     assert solve(problem).routes == (("Oslo", "San Marino", "Riga", "Graz"),)
 
 
+def test_a_flight_is_listed_once_and_one_way_flights_say_so() -> None:
+    text = as_text(from_text(TEXT, name="example"))
+    line = text.split("direct flights:\n")[1].split("\n")[0]
+    assert sorted(line.rstrip(".").split(", ")) == [
+        "Graz and Riga",
+        "Oslo and San Marino",
+        "from San Marino to Riga",
+    ]
+
+
 @given(problems)
 def test_a_problem_survives_its_text(problem: TripProblem) -> None:
     read = from_text(as_text(problem), name=problem.name, golden_route=problem.golden_route)

@@ -21,8 +21,9 @@ def test_a_pin_outlives_releases_until_it_is_taken_off(grove):
     receipt = grove.release("b")
     assert (receipt.freed_bytes, receipt.n_deferred) == (0, 1)
     assert grove.release("trunk").freed_bytes == 0
+    n_told = len(grove.receipts)
     grove.tree.unpin(pins[0])
-    assert grove.drawing() == "ab(cd)"
+    assert (grove.drawing(), len(grove.receipts)) == ("ab(cd)", n_told)
     grove.tree.unpin(pins[1])
     assert (grove.drawing(), grove.tree.paths) == ("", {})
     late = grove.receipts[-1]
@@ -90,6 +91,15 @@ def test_a_pin_taken_off_an_empty_tip_leaves_the_path_on_its_trunk(grove):
     grove.tree.commit(path)
     grove.tree.unpin(pinned)
     assert (grove.drawing(), path.tip) == ("ab", trunk.tip)
+
+
+def test_a_pin_taken_off_a_path_that_never_had_a_row_leaves_nothing(grove):
+    path = grove.begin("ab")
+    pinned = grove.tree.pin(path)
+    grove.tree.commit(path)
+    check_integrity(grove.tree)
+    grove.tree.unpin(pinned)
+    assert (grove.drawing(), grove.tree.paths) == ("", {})
 
 
 def test_a_pinned_path_that_fails_keeps_its_trunk_and_not_what_it_stored(grove):

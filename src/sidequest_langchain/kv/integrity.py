@@ -18,6 +18,10 @@ def check_integrity(tree: SegmentTree) -> None:
     for segment in tree.segments():
         seen.add(segment)
         _check_segment(segment)
+        known = all(tree.paths.get(p.serial) is p for p in segment.paths)
+        _require(known, f"segment {segment.segment_id} holds strange paths")
+    heads = [(id(s.parent), s.token_ids[0]) for s in seen if s.n_rows and not s.is_open]
+    _require(len(heads) == len(set(heads)), "a segment repeats a sibling's rows")
     for path in tree.paths.values():
         _require(path in path.tip.paths, f"path {path.serial} is not at its tip")
         _require(path.tip in seen, f"path {path.serial} ends outside of the tree")
@@ -36,7 +40,8 @@ def _check_segment(segment: Segment) -> None:
         _require(tensor.is_contiguous() and not tensor.requires_grad, f"{name} is a view")
     _require(segment.n_rows <= segment.capacity, f"{name}: more tokens than rows")
     _require(segment.is_open or segment.capacity == segment.n_rows, f"{name} has slack")
-    _require(segment.is_open or segment.n_rows > 0, f"{name} is empty")
+    is_kept_empty = segment.is_open or segment.n_pins > 0
+    _require(is_kept_empty or segment.n_rows > 0, f"{name} is empty")
     _require(all(p.tip is segment for p in segment.paths), f"{name} holds strange paths")
 
 

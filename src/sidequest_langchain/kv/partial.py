@@ -76,7 +76,9 @@ def math_partial(
         return parts[0]
     outputs = torch.stack([out for out, _ in parts])
     lses = torch.stack([lse for _, lse in parts])
-    return merge(outputs, lses), torch.logsumexp(lses, 0)
+    # Where every part saw nothing the weights would be 0 / 0; any finite output will do.
+    least = torch.finfo(lses.dtype).min
+    return merge(outputs, lses.clamp_min(least)), torch.logsumexp(lses, 0)
 
 
 def _score(

@@ -37,7 +37,7 @@ def cpu_partial(
         q[None], k[None], v[None], 0.0, is_causal, attn_mask=mask, scale=scaling
     )
     out = out[0].reshape(n_heads, n_queries, dim)
-    lse = lse[0].reshape(n_heads, n_queries)
+    lse = lse[0].float().reshape(n_heads, n_queries)
     if blind is not None:  # the kernel says 0 for a query that saw nothing
         lse = lse.masked_fill(blind, float("-inf"))
     return out, lse

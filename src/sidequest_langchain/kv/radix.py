@@ -43,18 +43,20 @@ class RadixTree:
         """
         segment, n = self._roots.get(scope), 0
         found: Segment | None = None
+        longest = 0
         ids = tuple(ids)
-        while segment is not None and n < len(ids):
-            step, longest = None, 0
+        while segment is not None:
+            step: Segment | None = None
             for child in segment.children:
                 n_same = n_common(child.token_ids, ids, n)
-                if n_same > longest:
-                    step, longest = child, n_same
-            if step is None:
-                break
-            found, n = step, n + longest
-            segment = step if longest == step.n_rows else None
-        return found, n
+                # Running tips may repeat a sibling's rows; where both match, the closed one
+                # needs no cut, and it alone leads on.
+                if n + n_same > longest or (n_same and n + n_same == longest and not child.is_open):
+                    found, longest = child, n + n_same
+                if n_same and n_same == child.n_rows and not child.is_open:
+                    step = child
+            segment, n = step, n + (step.n_rows if step is not None else 0)
+        return found, longest
 
     def _root(self, scope: str) -> Segment:
         if scope not in self._roots:

@@ -37,7 +37,11 @@ class SegmentTree(RadixTree):
         which pins all that it stands on until `commit` or `discard`. Exact.
         """
         found, n_reused = self.match(scope, ids)
-        parent = self._root(scope) if found is None else self._cut(found, n_reused - found.start)
+        if found is None:
+            parent = self._root(scope)
+        else:
+            # A head cut off a running tip is closed: it may repeat what a closed sibling holds.
+            parent = self._share(self._cut(found, n_reused - found.start))
         tip = self._new_segment(scope, parent)
         tip.is_open = True
         path = Path(label, self.serial, tip, n_reused)
@@ -69,17 +73,18 @@ class SegmentTree(RadixTree):
         tip = path.tip
         tip.is_open = False
         path.is_running = False
-        self._share(path)
-        if path.tip is tip:
+        if self._share(tip) is tip:
             self._account(tip.fit())
         self._touch(path.tip)
         if path.is_released:
             self._let_go([path], path.label.path_id, "released while running")
         elif path.tip.parent is None:
             self._forget(path)
+            self._free_unneeded(path.tip, [])
 
     def discard(self, path: Path) -> None:
         """Undo a path that failed or was cancelled: what it stored is gone, exactly."""
+        self.crop(path, 0)  # a pin keeps what the path stands on, not what it stored
         path.is_running = False
         path.tip.is_open = False
         self._forget(path)
@@ -97,8 +102,7 @@ class SegmentTree(RadixTree):
         Exact: a later use recomputes what is gone. Idempotent. A path that a running
         generation reads, or that is pinned, is only marked and goes when the reader leaves.
         """
-        named = name or selector.path_id or selector.checkpoint_ns or selector.thread_id or "*"
-        return self._let_go(self.select(selector), named, reason)
+        return self._let_go(self.select(selector), name or _name_of(selector), reason)
 
     def predict_release(self, selector: PathSelector, *, name: str = "") -> ReleaseReceipt:
         """The receipt that `release` would give; changes nothing."""
@@ -111,7 +115,7 @@ class SegmentTree(RadixTree):
                 gone.add(at)
                 at = at.parent
         return ReleaseReceipt(
-            path=name or selector.path_id or "*",
+            path=name or _name_of(selector),
             reason="prediction",
             freed_bytes=sum(s.n_bytes for s in gone),
             freed_tokens=sum(s.n_rows for s in gone),
@@ -130,7 +134,7 @@ class SegmentTree(RadixTree):
         kept = set(path.tip.path()) | {path.tip}
         freed = 0
         for old in [p for p in self.paths.values() if p.label.call_id in wanted]:
-            while old.tip.parent is not None and old.tip not in kept and not self._is_held(old):
+            while old.serial in self.paths and old.tip not in kept and not self._is_held(old):
                 freed += self._step_back(old)
         return_to_system(freed)
 
@@ -163,39 +167,53 @@ class SegmentTree(RadixTree):
         if segment.n_pins:
             return
         late = [p for p in segment.paths if p.is_released and not p.is_running]
+        at = segment if segment.is_open else self._retire_empty(segment)
+        for path in [p for p in at.paths if at.parent is None]:
+            self._forget(path)
         if late:
             self._let_go(late, late[0].label.path_id, "released while pinned")
         else:
-            return_to_system(self._free_unneeded(segment, []))
+            return_to_system(self._free_unneeded(at, []))
 
     # -- inside --------------------------------------------------------------------------
 
-    def _share(self, path: Path) -> None:
-        """Let a closed tip stand on rows that siblings hold already; its own copies go."""
-        tip = path.tip
-        while tip.n_rows and tip.parent is not None:
-            twin, n_same = None, 0
-            for sibling in tip.parent.children:
-                n = 0 if sibling is tip else n_common(sibling.token_ids, tip.token_ids)
-                if n > n_same:
-                    twin, n_same = sibling, n
-            if twin is None:
-                return
-            self._move_under(tip, self._cut(twin, n_same))
-            self._drop_head(tip, n_same)
-        self._retire_empty(path)
+    def _share(self, segment: Segment) -> Segment:
+        """Let a closed segment stand on rows that siblings hold already; its own copies go.
 
-    def _retire_empty(self, path: Path) -> None:
-        """A tip without rows is no segment: the path ends in its parent instead."""
-        tip = path.tip
-        if tip.n_rows or tip.parent is None or tip.children or tip.n_pins:
-            return
-        parent = tip.parent
-        for p in list(tip.paths):
-            p.tip = parent
-            parent.paths.add(p)
-        tip.paths.clear()
-        self._remove(tip)
+        No two closed siblings begin with the same token. Returns where its rows end now.
+        """
+        while segment.n_rows and segment.parent is not None:
+            twin, n_same = self._twin(segment, segment.parent.children)
+            if twin is None:
+                return segment
+            self._move_under(segment, self._cut(twin, n_same))
+            self._drop_head(segment, n_same)
+        return self._retire_empty(segment)
+
+    def _twin(self, segment: Segment, siblings: Sequence[Segment]) -> tuple[Segment | None, int]:
+        """The sibling to share with: the closed one if there is one, else the longest match."""
+        twin, n_most = None, 0
+        for sibling in siblings:
+            n = 0 if sibling is segment else n_common(sibling.token_ids, segment.token_ids)
+            if n and not sibling.is_open:
+                return sibling, n
+            if n > n_most:
+                twin, n_most = sibling, n
+        return twin, n_most
+
+    def _retire_empty(self, segment: Segment) -> Segment:
+        """A closed segment without rows is none: what stands on it stands on its parent."""
+        parent = segment.parent
+        if segment.n_rows or parent is None or segment.n_pins:
+            return segment
+        for child in list(segment.children):
+            self._move_under(child, parent)
+        for path in segment.paths:
+            path.tip = parent
+        parent.paths |= segment.paths
+        segment.paths.clear()
+        self._remove(segment)
+        return parent
 
     def _is_held(self, path: Path) -> bool:
         return path.is_running or path.tip.n_pins > 0
@@ -245,3 +263,8 @@ class SegmentTree(RadixTree):
     def _would_go(self, segment: Segment, free: set[Path], gone: set[Segment]) -> bool:
         held = segment.n_pins or segment.is_open or not segment.paths <= free
         return not held and all(child in gone for child in segment.children)
+
+
+def _name_of(selector: PathSelector) -> str:
+    """What a receipt calls the paths that `selector` means."""
+    return selector.path_id or selector.checkpoint_ns or selector.thread_id or "*"
