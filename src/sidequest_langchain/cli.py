@@ -200,9 +200,7 @@ def _demo(words: list[str]) -> int:
     """Run the travel planner, with its model here first."""
     if not {"-h", "--help"} & set(words):
         # The planner's own options are not known here: --mode must not pass for --model.
-        chooser = argparse.ArgumentParser(
-            prog="sidequest demo", add_help=False, allow_abbrev=False
-        )
+        chooser = argparse.ArgumentParser(prog="sidequest demo", add_help=False, allow_abbrev=False)
         chooser.add_argument("--model", default=DEFAULT_MODEL)
         chosen, _ = chooser.parse_known_args(words)
         with on_console(Console(stderr=True)) as progress:
