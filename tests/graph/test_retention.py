@@ -407,7 +407,8 @@ def test_a_long_run_does_not_grow_by_its_steps() -> None:
         n = state["n"]
         inner.invoke({})
         (root,) = {run.root for run in handler.lifecycle._book.runs.values()}
-        books = (root.n_starts, root.namespaces, root.first_supersteps, root.run_ids)
+        places = [place for known in root.namespaces.values() for place in known]
+        books = (root.n_starts, places, root.first_supersteps, root.run_ids)
         sizes.append([len(book) for book in (*books, root.bus._managers, root.unfinished)])
         return Command(goto="again" if n < 60 else "__end__", update={"n": n + 1})
 

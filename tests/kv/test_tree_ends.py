@@ -64,6 +64,17 @@ def test_a_late_sibling_descends_through_what_is_there(grove):
     assert grove.drawing() == "abcde(f z*) q(abxy(w))"
 
 
+def test_shares_with_a_closed_sibling_before_a_longer_one_that_runs(grove):
+    running, ending = grove.begin("abcd"), grove.begin("abcx")
+    grove.run("abq")
+    grove.feed(running, "abcd")
+    grove.feed(ending, "abcx")
+    grove.tree.commit(ending)
+    assert grove.drawing() == "ab(cx q) abcd*"
+    grove.tree.commit(running)
+    assert grove.drawing() == "ab(c(d x) q)"
+
+
 def test_shares_with_a_sibling_that_still_runs(grove):
     running = grove.begin("abcd")
     done = grove.begin("abx")
