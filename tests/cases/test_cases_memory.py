@@ -86,7 +86,8 @@ def test_random_acts_end_with_as_many_tensors_as_they_began_with(make_chat: Make
     assert chat.kv.usage().n_released_bytes >= n_freed > 0
     receipts = chat.kv.receipts()
     del receipt, again, predicted, receipts
-    assert live_tensors() == before
+    # Not `==`: what another test left behind may go in the meantime.
+    assert all(now <= then for now, then in zip(live_tensors(), before, strict=True))
 
 
 def test_the_name_of_a_pruned_branch_is_used_again(make_chat: MakeChat):

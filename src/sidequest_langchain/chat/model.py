@@ -66,7 +66,7 @@ class SideQuestChatModel(ServedModel):
             settings["cache_config"], cache = cache, None
         engine = engine_over(model, tokenizer, config=settings.get("cache_config"), name=name)
         settings |= {"engines": EngineCell(engine), "cache_config": engine.config}
-        return cls(model=engine.name, cache=cache, **settings)
+        return cls(model=name or engine.name, cache=cache, **settings)
 
     # -- counting ------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -20,13 +19,15 @@ from torch import Tensor
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.adapter import ModelAdapter
 from sidequest_langchain.engine.counters import Counters
+from sidequest_langchain.engine.passes import Passes, let_go
 from sidequest_langchain.engine.replies import Reply, ReplyLog
 from sidequest_langchain.engine.request import Failed, Finished, FinishReason
 from sidequest_langchain.engine.scheduler import Scheduler, Share
 from sidequest_langchain.engine.sequence import Sequence
-from sidequest_langchain.errors import EngineClosedError, RequestCancelledError
-from sidequest_langchain.kv.step_plan import Row
+from sidequest_langchain.errors import EngineClosedError, RequestCancelledError, RequestError
+from sidequest_langchain.kv.receipts import ReleaseReceipt
 from sidequest_langchain.kv.tree import SegmentTree
+from sidequest_langchain.labels import PathSelector
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class EngineCore:
         self.tree = SegmentTree(adapter.layout)
         self.replies = ReplyLog()
         self.counters = Counters()
-        self._config = config
+        self._passes = Passes(adapter, self.tree, config)
         chunk = config.prefill_chunk or PREFILL_CHUNK.get(adapter.device.type, 512)
         self._scheduler = Scheduler(self.tree, config, prefill_chunk=chunk)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -63,8 +64,32 @@ class EngineCore:
 
         Raises:
             EngineClosedError: The engine was closed.
+            RequestError: Asked from the engine's own thread, which cannot wait for itself.
         """
-        self._post(lambda: self._scheduler.waiting.append(sequence))
+        if threading.current_thread() is self._thread:
+            msg = (
+                "a model call from an observer or a sink would wait for its own thread for ever; "
+                "hand the work to another thread"
+            )
+            raise RequestError(msg)
+        self._post(lambda: self._scheduler.add(sequence))
+
+    def release(
+        self, selector: PathSelector, *, reason: str, name: str = ""
+    ) -> Future[ReleaseReceipt]:
+        """Ask for a release: of what is resident now, of what runs and of what waits to run.
+
+        Raises:
+            EngineClosedError: The engine was closed.
+        """
+
+        def release() -> ReleaseReceipt:
+            waiting = self._scheduler.waiting_for(selector)
+            for sequence in waiting:
+                sequence.is_released = True
+            return self.tree.release(selector, reason=reason, name=name, n_waiting=len(waiting))
+
+        return self.call(release)
 
     def wake(self) -> None:
         """Make the loop look at cancellations soon, even if it is idle."""
@@ -104,6 +129,12 @@ class EngineCore:
         with self._gate:  # so that the last reading of the inbox misses nothing
             if self._is_closed.is_set():
                 msg = "the engine is closed; make a new chat model"
+                raise EngineClosedError(msg)
+            if self._thread is not None and not self._thread.is_alive():
+                msg = (
+                    "the engine's thread does not run in this process, which was forked from the "
+                    "one that loaded the model; load the model in the child, or use spawn"
+                )
                 raise EngineClosedError(msg)
             self._inbox.put(message)
 
@@ -160,10 +191,10 @@ class EngineCore:
 
     def _run(self, shares: list[Share]) -> None:
         """Run one forward pass for `shares`; a failing one takes down nobody but itself."""
-        found = self._attempt(shares)
+        found = self._passes.attempt(shares)
         if isinstance(found, torch.OutOfMemoryError) and self.tree.sweep(lambda: True):
             logger.warning("out of memory: every idle segment was released, and the step re-run")
-            found = self._attempt(shares)
+            found = self._passes.attempt(shares)
         if not isinstance(found, BaseException):
             self._take(shares, found)
         elif len(shares) == 1:
@@ -173,61 +204,6 @@ class EngineCore:
             logger.debug("a step of %d requests failed; each runs alone", len(shares))
             for share in shares:
                 self._run([share])
-
-    def _attempt(self, shares: list[Share]) -> Tensor | BaseException:
-        """The logits of a pass, or what it failed with.
-
-        The error is returned, not handled where it is caught: as long as it is being handled
-        it keeps the activations of the failed pass, which a second try may need the room of.
-        """
-        try:
-            return self._forward(shares)
-        except BaseException as error:
-            _let_go(error)
-            return error
-
-    def _forward(self, shares: list[Share]) -> Tensor:
-        self._make_room(shares)
-        rows, ids = [], []
-        for share in shares:
-            sequence = share.sequence
-            assert sequence.path is not None
-            if share.is_stored:
-                self.tree.reserve(sequence.path, len(share.tokens))
-            position = sequence.n_resident if share.is_stored else sequence.n_resident - 1
-            rows.append(
-                Row(
-                    tip=sequence.path.tip,
-                    n_new=len(share.tokens),
-                    position=position,
-                    is_stored=share.is_stored,
-                )
-            )
-            ids.extend(share.tokens)
-        wanted = [i for i, share in enumerate(shares) if share.is_last]
-        return self.adapter.forward(rows, ids, wanted)
-
-    def _make_room(self, shares: list[Share]) -> None:
-        """Release what is idle until the rows to come fit into the budget."""
-        tree = self.tree
-        n_rows = n_tokens = 0
-        for share in (s for s in shares if s.is_stored):
-            assert share.sequence.path is not None
-            tip = share.sequence.path.tip
-            n_rows += tip.capacity_for(len(share.tokens)) - tip.capacity
-            n_tokens += len(share.tokens)
-        self._keep_budget(n_bytes=n_rows * tree.bytes_per_token, n_tokens=n_tokens)
-
-    def _keep_budget(self, *, n_bytes: int = 0, n_tokens: int = 0) -> None:
-        """Release what is idle until so much more fits into the budget."""
-        config, tree = self._config, self.tree
-        if config.budget_bytes is None and config.budget_tokens is None:
-            return
-        most_bytes = config.budget_bytes or float("inf")
-        most_tokens = config.budget_tokens or float("inf")
-        tree.sweep(
-            lambda: tree.n_bytes + n_bytes > most_bytes or tree.n_tokens + n_tokens > most_tokens
-        )
 
     def _take(self, shares: list[Share], logits: Tensor) -> None:
         """Count what the pass wrote, sample, and finish what is over."""
@@ -261,7 +237,7 @@ class EngineCore:
             self.tree.crop(path, max(0, n_kept - path.tip.start))
         self._scheduler.running.remove(sequence)
         self.tree.commit(path)
-        self._keep_budget()  # a request may exceed it while it runs, and no longer
+        self._passes.keep_budget()  # a request may exceed it while it runs, and no longer
         result = sequence.result(reason, path.tip.segment_id or None)
         self.counters.count(result)
         self.replies.add(
@@ -271,29 +247,14 @@ class EngineCore:
 
     def _fail(self, sequences: list[Sequence], error: BaseException) -> None:
         """Roll sequences back and hand the error to their callers."""
-        _let_go(error)
+        let_go(error)
         for sequence in sequences:
             if sequence in self._scheduler.running:
                 self._scheduler.running.remove(sequence)
             if sequence in self._scheduler.waiting:
                 self._scheduler.waiting.remove(sequence)
             try:
-                if sequence.path is not None:
+                if sequence.path is not None and sequence.path.is_running:
                     self.tree.discard(sequence.path)
             finally:
                 sequence.tell(Failed(error=error))
-
-
-def _let_go(error: BaseException) -> None:
-    """Empty the frames that an error remembers: they hold activations.
-
-    Those of the errors it was raised from too; whoever keeps the error must not keep tensors.
-    """
-    chain: list[BaseException] = []
-    pending: list[BaseException | None] = [error]
-    while pending:
-        at = pending.pop()
-        if at is not None and at not in chain:
-            chain.append(at)
-            traceback.clear_frames(at.__traceback__)
-            pending += [at.__cause__, at.__context__]

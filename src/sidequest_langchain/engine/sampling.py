@@ -44,13 +44,15 @@ class Sampler:
         params = self._params
         if self.is_greedy:
             return int(logits.argmax())
-        logits = logits.cpu() / params.temperature
+        logits = logits.cpu()
+        # From the best one down: a tiny temperature sends the others to -inf, never to a NaN.
+        logits = (logits - logits.max()) / params.temperature
         values, ids = _head(logits, params.top_k, params.top_p)
         weights = torch.softmax(values, -1)
         if params.top_p < 1:
             # A token stays while the mass before it is below top_p: the first always does.
             before = weights.cumsum(-1) - weights
-            weights = torch.where(before < params.top_p, weights, 0.0)
+            weights = torch.where((before < params.top_p) | (before == 0), weights, 0.0)
         return int(ids[torch.multinomial(weights, 1, generator=self._generator)])
 
 

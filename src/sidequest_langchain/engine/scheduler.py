@@ -15,6 +15,7 @@ from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.sequence import Sequence
 from sidequest_langchain.kv.segment import n_common
 from sidequest_langchain.kv.tree import SegmentTree
+from sidequest_langchain.labels import PathSelector
 
 WORTH_WAITING = 16
 """A request waits for another's prefill when that will spare it at least so many tokens."""
@@ -47,6 +48,20 @@ class Scheduler:
         self._config = config
         self._prefill_chunk = prefill_chunk
 
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn."""
+        sequence.serial = self._tree.next_serial()
+        self.waiting.append(sequence)
+
+    def waiting_for(self, selector: PathSelector) -> list[Sequence]:
+        """The waiting sequences that a selector means: they have no path yet."""
+        return [
+            sequence
+            for sequence in self.waiting
+            if sequence.serial is not None
+            and selector.selects(sequence.request.label, sequence.serial)
+        ]
+
     def admit(self) -> list[tuple[Sequence, BaseException]]:
         """Let waiting sequences begin, each at the longest resident head of its prompt.
 
@@ -73,7 +88,10 @@ class Scheduler:
 
     def _begin(self, sequence: Sequence) -> None:
         request = sequence.request
-        path = self._tree.begin(request.scope, request.prompt_ids, request.label)
+        path = self._tree.begin(
+            request.scope, request.prompt_ids, request.label, serial=sequence.serial
+        )
+        path.is_released = sequence.is_released
         sequence.admit(path)
         if request.superseded:
             self._tree.supersede(path, request.superseded)

@@ -130,8 +130,7 @@ class KVSegments:
         self, selector: PathSelector, *, reason: str, name: str = ""
     ) -> Future[ReleaseReceipt]:
         """Ask for a release without waiting for it; takes effect at the next step boundary."""
-        tree = self._core.tree
-        return self._core.call(lambda: tree.release(selector, reason=reason, name=name))
+        return self._core.release(selector, reason=reason, name=name)
 
     def clear(self, thread_id: str | None = None) -> ReleaseReceipt:
         """Release every path, or every path of one thread."""
@@ -157,7 +156,12 @@ class KVSegments:
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Call `observer` with every receipt, in the engine's thread. Returns the undo."""
         self._observers.append(observer)
-        return lambda: self._observers.remove(observer)
+
+        def undo() -> None:
+            if observer in self._observers:
+                self._observers.remove(observer)
+
+        return undo
 
     def check_integrity(self) -> None:
         """Recount everything.
@@ -175,8 +179,8 @@ class KVSegments:
         for observer in tuple(self._observers):
             try:
                 observer(receipt)
-            except Exception:
-                # It is told of what has happened; it has no say in it.
+            except BaseException:
+                # It is told of what has happened; it has no say in it, and cannot end this thread.
                 logger.exception("an observer of releases failed")
 
 

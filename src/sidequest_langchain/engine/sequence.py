@@ -43,6 +43,10 @@ class Sequence:
         self.request = request
         self.is_cancelled = False
         self.is_over = False
+        self.is_released = False
+        """Released while it waited: what it stores goes when it ends."""
+        self.serial: int | None = None
+        """Its path's number, given when it is queued."""
         self.path: Path | None = None
         self.n_resident = 0
         self.generated: list[int] = []

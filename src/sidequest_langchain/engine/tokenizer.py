@@ -224,6 +224,7 @@ class ChatTokenizer:
             return str(self._tokenizer.convert_ids_to_tokens(token_id) or "")
 
     def _encode_alone(self, text: str, *, control_tokens: bool) -> list[int]:
+        text = _well_formed(text)
         if control_tokens:
             return self._encode_marked(text)
         ids = self._encode_plain(text)
@@ -270,3 +271,12 @@ def _usable_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
     wrapped = tokenizer.encode(_PROBE, add_special_tokens=False)
     bare = backend.encode(_PROBE, add_special_tokens=False).ids
     return backend if list(wrapped) == list(bare) else None
+
+
+def _well_formed(text: str) -> str:
+    """`text` as Unicode can say it: half of a surrogate pair (cut JSON) becomes U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text

@@ -182,6 +182,8 @@ class Lifecycle:
 
     def _report(self, post: Post, done: Future[ReleaseReceipt]) -> None:
         """Tell what a release freed; in the engine's thread, so it must not raise or wait."""
+        if done.cancelled():
+            return
         error = done.exception()
         if error is not None:
             for listener in post.audience:

@@ -185,7 +185,9 @@ def settled(receipt: PruneReceipt, pending: Pending) -> PruneReceipt:
 
 async def asettled(receipt: PruneReceipt, pending: Pending) -> PruneReceipt:
     """`settled` that lets the event loop go on."""
-    releases = await asyncio.gather(*map(asyncio.wrap_future, pending))
+    # Who gives up waiting does not take the release back: its branches are forgotten already.
+    waits = [asyncio.shield(asyncio.wrap_future(release)) for release in pending]
+    releases = await asyncio.gather(*waits)
     return replace(receipt, releases=tuple(releases))
 
 

@@ -30,7 +30,14 @@ class SegmentTree(RadixTree):
 
     # -- the life of a path --------------------------------------------------------------
 
-    def begin(self, scope: str, ids: Sequence[int], label: StepLabel) -> Path:
+    def next_serial(self) -> int:
+        """A number for a path to come: those asked for earlier have lower ones."""
+        self.serial += 1
+        return self.serial - 1
+
+    def begin(
+        self, scope: str, ids: Sequence[int], label: StepLabel, *, serial: int | None = None
+    ) -> Path:
         """Start a path at the longest resident head of `ids`.
 
         A segment is split where `ids` leaves it. The path gets an open tip of its own, empty,
@@ -44,8 +51,7 @@ class SegmentTree(RadixTree):
             parent = self._share(self._cut(found, n_reused - found.start))
         tip = self._new_segment(scope, parent)
         tip.is_open = True
-        path = Path(label, self.serial, tip, n_reused)
-        self.serial += 1
+        path = Path(label, self.next_serial() if serial is None else serial, tip, n_reused)
         self.paths[path.serial] = path
         tip.paths.add(path)
         return path
@@ -96,13 +102,22 @@ class SegmentTree(RadixTree):
         """The paths a selector means, oldest first."""
         return [p for p in self.paths.values() if selector.selects(p.label, p.serial)]
 
-    def release(self, selector: PathSelector, *, reason: str, name: str = "") -> ReleaseReceipt:
+    def release(
+        self, selector: PathSelector, *, reason: str, name: str = "", n_waiting: int = 0
+    ) -> ReleaseReceipt:
         """Drop the claims of the selected paths and free what no other path, child or pin needs.
 
         Exact: a later use recomputes what is gone. Idempotent. A path that a running
         generation reads, or that is pinned, is only marked and goes when the reader leaves.
+
+        Args:
+            selector: Which paths.
+            reason: For the receipt.
+            name: What the receipt calls them; by default the selector's own words.
+            n_waiting: Calls it means that have not begun: the caller sees to them.
         """
-        return self._let_go(self.select(selector), name or _name_of(selector), reason)
+        chosen = self.select(selector)
+        return self._let_go(chosen, name or _name_of(selector), reason, n_waiting=n_waiting)
 
     def predict_release(self, selector: PathSelector, *, name: str = "") -> ReleaseReceipt:
         """The receipt that `release` would give; changes nothing."""
@@ -218,10 +233,12 @@ class SegmentTree(RadixTree):
     def _is_held(self, path: Path) -> bool:
         return path.is_running or path.tip.n_pins > 0
 
-    def _let_go(self, paths: Sequence[Path], name: str, reason: str) -> ReleaseReceipt:
+    def _let_go(
+        self, paths: Sequence[Path], name: str, reason: str, *, n_waiting: int = 0
+    ) -> ReleaseReceipt:
         gone: list[Segment] = []
         n_tokens = self.n_tokens
-        freed = n_deferred = 0
+        freed, n_deferred = 0, n_waiting
         for path in paths:
             if self._is_held(path):
                 path.is_released = True
@@ -236,7 +253,7 @@ class SegmentTree(RadixTree):
             freed_bytes=freed,
             freed_tokens=n_tokens - self.n_tokens,
             segments=tuple(sorted(s.segment_id for s in gone)),
-            n_paths=len(paths),
+            n_paths=len(paths) + n_waiting,
             n_deferred=n_deferred,
         )
         return_to_system(freed)

@@ -1,0 +1,95 @@
+"""One forward pass over the tree for what the scheduler chose, inside the budget.
+
+It counts nothing and tells nobody: `core` does, when the pass went well.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+from torch import Tensor
+
+from sidequest_langchain.config import CacheConfig
+from sidequest_langchain.engine.adapter import ModelAdapter
+from sidequest_langchain.engine.scheduler import Share
+from sidequest_langchain.kv.step_plan import Row
+from sidequest_langchain.kv.tree import SegmentTree
+
+
+class Passes:
+    """Runs forward passes of one model over one tree."""
+
+    def __init__(self, adapter: ModelAdapter, tree: SegmentTree, config: CacheConfig) -> None:
+        self._adapter = adapter
+        self._tree = tree
+        self._config = config
+
+    def attempt(self, shares: list[Share]) -> Tensor | BaseException:
+        """The logits of a pass, or what it failed with.
+
+        The error is returned, not handled where it is caught: as long as it is being handled
+        it keeps the activations of the failed pass, which a second try may need the room of.
+        """
+        try:
+            return self._forward(shares)
+        except BaseException as error:
+            let_go(error)
+            return error
+
+    def _forward(self, shares: list[Share]) -> Tensor:
+        self._make_room(shares)
+        rows, ids = [], []
+        for share in shares:
+            sequence = share.sequence
+            assert sequence.path is not None
+            if share.is_stored:
+                self._tree.reserve(sequence.path, len(share.tokens))
+            position = sequence.n_resident if share.is_stored else sequence.n_resident - 1
+            rows.append(
+                Row(
+                    tip=sequence.path.tip,
+                    n_new=len(share.tokens),
+                    position=position,
+                    is_stored=share.is_stored,
+                )
+            )
+            ids.extend(share.tokens)
+        wanted = [i for i, share in enumerate(shares) if share.is_last]
+        return self._adapter.forward(rows, ids, wanted)
+
+    def _make_room(self, shares: list[Share]) -> None:
+        """Release what is idle until the rows to come fit into the budget."""
+        tree = self._tree
+        n_rows = n_tokens = 0
+        for share in (s for s in shares if s.is_stored):
+            assert share.sequence.path is not None
+            tip = share.sequence.path.tip
+            n_rows += tip.capacity_for(len(share.tokens)) - tip.capacity
+            n_tokens += len(share.tokens)
+        self.keep_budget(n_bytes=n_rows * tree.bytes_per_token, n_tokens=n_tokens)
+
+    def keep_budget(self, *, n_bytes: int = 0, n_tokens: int = 0) -> None:
+        """Release what is idle until so much more fits into the budget."""
+        config, tree = self._config, self._tree
+        if config.budget_bytes is None and config.budget_tokens is None:
+            return
+        most_bytes = config.budget_bytes or float("inf")
+        most_tokens = config.budget_tokens or float("inf")
+        tree.sweep(
+            lambda: tree.n_bytes + n_bytes > most_bytes or tree.n_tokens + n_tokens > most_tokens
+        )
+
+
+def let_go(error: BaseException) -> None:
+    """Empty the frames that an error remembers: they hold activations.
+
+    Those of the errors it was raised from too; whoever keeps the error must not keep tensors.
+    """
+    chain: list[BaseException] = []
+    pending: list[BaseException | None] = [error]
+    while pending:
+        at = pending.pop()
+        if at is not None and at not in chain:
+            chain.append(at)
+            traceback.clear_frames(at.__traceback__)
+            pending += [at.__cause__, at.__context__]
