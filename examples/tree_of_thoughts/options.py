@@ -16,13 +16,13 @@ from .search import MODES, Limits, Mode
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 _EXAMPLES = """\
 examples:
-  sidequest demo                                  one trip, 5 cities, both search modes
-  sidequest demo --cities 6 --seed 3 --mode dfs   one larger trip, depth-first
-  sidequest demo --seeds 0-4 --baseline cot       five trips, against one answer without a tree
+  sidequest demo                    one trip, 5 cities, both search modes
+  sidequest demo --cities 6 --seed 3 --mode dfs      a larger one, depth-first
+  sidequest demo --seeds 0-4 --baseline cot    five, against no tree at all
   sidequest demo --mode beam --beam-width 4 --samples 8
-  sidequest demo --json --quiet | tail -1         results as one JSON document
-  sidequest demo --record calls.json              keep the calls, to replay them elsewhere
-  sidequest demo --problems trip_planning.json    problems of a file with Natural Plan's fields
+  sidequest demo --json --quiet | tail -1            results as one JSON document
+  sidequest demo --record calls.json                 keep the calls for a replay
+  sidequest demo --problems trip_planning.json       Natural Plan's fields
 """
 
 
@@ -88,9 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sidequest demo",
         description=(
-            "Plan multi-city trips with a tree of thoughts on a local model. The model proposes\n"
-            "the next cities and scores partial plans; a checker judges the plan. Branches that\n"
-            "are given up give their KV memory back at that moment."
+            "Plan multi-city trips with a tree of thoughts on a local model. The model\n"
+            "proposes the next cities and scores partial plans; a checker judges the plan.\n"
+            "Branches that are given up give their KV memory back at that moment."
         ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

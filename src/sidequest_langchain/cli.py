@@ -26,12 +26,12 @@ from sidequest_langchain.models.progress import on_console
 
 _EXAMPLES = """\
 examples:
-  sidequest models                       what there is, and what is on this machine
-  sidequest pull smollm2-135m            fetch a small model: 93 MB, ready in half a minute
-  sidequest demo                         the Tree-of-Thoughts travel planner
-  sidequest demo --help                  its options
+  sidequest models               what there is, and what is on this machine
+  sidequest pull smollm2-135m    fetch a small model: 93 MB, about a minute
+  sidequest demo                 the Tree-of-Thoughts travel planner
+  sidequest demo --help          its options
 
-Models are kept in a folder of the user's cache; SIDEQUEST_HOME names another one.
+Models are kept in a folder of the user's cache, or of SIDEQUEST_HOME.
 """
 
 _PULL_EXAMPLES = f"""\

@@ -320,9 +320,9 @@ def fail_copy(patch: pytest.MonkeyPatch, act: str, at: int) -> None:
     """Let copy number `at` of rows that an act of the tree makes fail, and none after it."""
     original, scarce = getattr(SegmentTree, act), ScarceRows(at)
 
-    def failing(self: SegmentTree, *args: Any) -> Any:
+    def failing(self: SegmentTree, *args: Any, **given: Any) -> Any:
         with scarce:
-            return original(self, *args)
+            return original(self, *args, **given)
 
     patch.setattr(SegmentTree, act, failing)
 
@@ -355,10 +355,10 @@ def test_a_request_that_cannot_begin(
     """The split of a segment fails while a request is admitted: only that one fails."""
     original = SegmentTree.begin
 
-    def begin(self: SegmentTree, scope: str, prompt: Any, label: Any) -> Any:
+    def begin(self: SegmentTree, scope: str, prompt: Any, label: Any, **given: Any) -> Any:
         if label.call_id == "broken":
             raise Broken
-        return original(self, scope, prompt, label)
+        return original(self, scope, prompt, label, **given)
 
     monkeypatch.setattr(SegmentTree, "begin", begin)
     others = [ask(ids(20, seed=n), 6) for n in range(n_others)]

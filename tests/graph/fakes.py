@@ -63,6 +63,7 @@ class FakeKV:
                     segments=tuple(gone),
                     n_paths=len(gone),
                     n_deferred=0,
+                    is_known=True,
                 )
             )
 

@@ -68,6 +68,19 @@ class SideQuestChatModel(ServedModel):
         settings |= {"engines": EngineCell(engine), "cache_config": engine.config}
         return cls(model=name or engine.name, cache=cache, **settings)
 
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Any:
+        """Not there yet.
+
+        Raises:
+            NotImplementedError: Always; it says what works meanwhile.
+        """
+        msg = (
+            "SideQuestChatModel does not bind tools yet; tool messages in a conversation are "
+            "rendered, and tools=[...] of a call reach the chat template, but replies are not "
+            "parsed for tool calls"
+        )
+        raise NotImplementedError(msg)
+
     # -- counting ------------------------------------------------------------------------
 
     def get_token_ids(self, text: str) -> list[int]:

@@ -177,6 +177,9 @@ def _sampling(values: Mapping[str, Any], stops: Sequence[str]) -> SamplingParams
         msg = f"seed must fit into 64 bits, found {seed}"
         raise RequestError(msg)
     n_top = values["top_logprobs"]
+    if n_top is not None and not values["logprobs"]:
+        msg = f"top_logprobs={n_top} is given, but logprobs is off; pass logprobs=True with it"
+        raise RequestError(msg)
     if n_top is None and values["logprobs"]:
         n_top = 0
     return SamplingParams(

@@ -75,7 +75,7 @@ class EngineCore:
         self._post(lambda: self._scheduler.add(sequence))
 
     def release(
-        self, selector: PathSelector, *, reason: str, name: str = ""
+        self, selector: PathSelector, *, reason: str, name: str | None = None
     ) -> Future[ReleaseReceipt]:
         """Ask for a release: of what is resident now, of what runs and of what waits to run.
 

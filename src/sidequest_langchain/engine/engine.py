@@ -69,12 +69,12 @@ class Engine:
         adapter = ModelAdapter(model)
         try:
             self_test(adapter)
+            self.tokenizer = ChatTokenizer(tokenizer, chat_template=chat_template)
         except BaseException:
             adapter.close()
             raise
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or "model"
         self.config = config or CacheConfig()
-        self.tokenizer = ChatTokenizer(tokenizer, chat_template=chat_template)
         self.context_length = adapter.context_length
         self.vocab_size = adapter.vocab_size
         eos = tokenizer.eos_token_id

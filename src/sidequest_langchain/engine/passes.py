@@ -5,6 +5,7 @@ It counts nothing and tells nobody: `core` does, when the pass went well.
 
 from __future__ import annotations
 
+import logging
 import traceback
 
 from torch import Tensor
@@ -15,6 +16,8 @@ from sidequest_langchain.engine.scheduler import Share
 from sidequest_langchain.kv.step_plan import Row
 from sidequest_langchain.kv.tree import SegmentTree
 
+logger = logging.getLogger(__name__)
+
 
 class Passes:
     """Runs forward passes of one model over one tree."""
@@ -23,6 +26,7 @@ class Passes:
         self._adapter = adapter
         self._tree = tree
         self._config = config
+        self._has_warned = False
 
     def attempt(self, shares: list[Share]) -> Tensor | BaseException:
         """The logits of a pass, or what it failed with.
@@ -75,9 +79,20 @@ class Passes:
             return
         most_bytes = config.budget_bytes or float("inf")
         most_tokens = config.budget_tokens or float("inf")
-        tree.sweep(
-            lambda: tree.n_bytes + n_bytes > most_bytes or tree.n_tokens + n_tokens > most_tokens
-        )
+
+        def is_over() -> bool:
+            bytes_then, tokens_then = tree.n_bytes + n_bytes, tree.n_tokens + n_tokens
+            return bytes_then > most_bytes or tokens_then > most_tokens
+
+        tree.sweep(is_over)
+        if is_over() and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the running requests alone need more than the cache's budget (%s bytes, %s "
+                "tokens): it is exceeded until they end",
+                config.budget_bytes,
+                config.budget_tokens,
+            )
 
 
 def let_go(error: BaseException) -> None:

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.engine import ChatTemplate, Engine
+from sidequest_langchain.errors import ConfigError
 from sidequest_langchain.models.loading import LoadedModel, load
+from sidequest_langchain.models.versions import check_transformers
 
 _lock = threading.RLock()
 _loaded: weakref.WeakValueDictionary[str, LoadedModel] = weakref.WeakValueDictionary()
@@ -66,11 +68,25 @@ def engine_over(
 
     Raises:
         UnsupportedModelError: The architecture cannot be served exactly.
+        ConfigError: What was given is no model, or no tokenizer.
+        ModelError: This release of transformers is not supported.
     """
+    check_transformers()
+    _check_kind("model", model, PreTrainedModel, "AutoModelForCausalLM.from_pretrained(...)")
+    _check_kind("tokenizer", tokenizer, PreTrainedTokenizerBase, "AutoTokenizer.from_pretrained")
     loaded = LoadedModel(model=model, tokenizer=tokenizer, name=name, revision=None, digest=None)
-    key = f"{id(model)} {id(tokenizer)}"
+    key = f"{id(model)} {id(tokenizer)} {name}"
     with _lock:
         return _engine(loaded, key, name, config or CacheConfig(), chat_template)
+
+
+def _check_kind(what: str, given: object, kind: type, maker: str) -> None:
+    if not isinstance(given, kind):
+        msg = (
+            f"the {what} must be an object that {maker} gives, found {type(given).__name__}; "
+            "to load a model by its name, use SideQuestChatModel(model=...)"
+        )
+        raise ConfigError(msg)
 
 
 def live_engines() -> list[Engine]:

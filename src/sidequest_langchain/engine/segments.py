@@ -11,7 +11,7 @@ from types import TracebackType
 
 from sidequest_langchain.engine.core import EngineCore
 from sidequest_langchain.engine.drawing import draw
-from sidequest_langchain.errors import EngineClosedError
+from sidequest_langchain.errors import ConfigError, EngineClosedError
 from sidequest_langchain.kv.integrity import check_integrity
 from sidequest_langchain.kv.receipts import KVUsage, ReleaseReceipt, SegmentInfo
 from sidequest_langchain.kv.segment import Segment
@@ -115,19 +115,18 @@ class KVSegments:
         """Free what only the paths named `path` need: a branch, task, namespace or message id.
 
         Exact: if the prefix comes back it is recomputed. Idempotent; an unknown path is a no-op
-        whose receipt has `n_paths=0`. Paths in use are freed when their last reader leaves.
+        whose receipt has `is_known=False`. Paths in use are freed when their last reader leaves.
         """
-        selector = PathSelector(path_id=path, thread_id=thread_id)
-        return self.post_release(selector, reason=reason, name=path).result()
+        return self.post_release(_named(path, thread_id), reason=reason, name=path).result()
 
     def predict_release(self, path: str, *, thread_id: str | None = None) -> ReleaseReceipt:
         """The receipt that `release(path)` would give now; changes nothing."""
-        selector = PathSelector(path_id=path, thread_id=thread_id)
+        selector = _named(path, thread_id)
         tree = self._core.tree
         return self._core.call(lambda: tree.predict_release(selector, name=path)).result()
 
     def post_release(
-        self, selector: PathSelector, *, reason: str, name: str = ""
+        self, selector: PathSelector, *, reason: str, name: str | None = None
     ) -> Future[ReleaseReceipt]:
         """Ask for a release without waiting for it; takes effect at the next step boundary."""
         return self._core.release(selector, reason=reason, name=name)
@@ -139,7 +138,7 @@ class KVSegments:
 
     def pin(self, path: str, *, thread_id: str | None = None) -> Pin:
         """Keep the paths named `path` resident, against releases and the budget alike."""
-        selector = PathSelector(path_id=path, thread_id=thread_id)
+        selector = _named(path, thread_id)
         tree = self._core.tree
         pins = self._core.call(lambda: [tree.pin(p) for p in tree.select(selector)]).result()
         return Pin(self._core, pins)
@@ -182,6 +181,16 @@ class KVSegments:
             except BaseException:
                 # It is told of what has happened; it has no say in it, and cannot end this thread.
                 logger.exception("an observer of releases failed")
+
+
+def _named(path: object, thread_id: str | None) -> PathSelector:
+    if not isinstance(path, str):
+        msg = (
+            f"a path is named by a string (a branch, a task, a namespace or a message's id), found "
+            f"{type(path).__name__}; for a message, give message.id"
+        )
+        raise ConfigError(msg)
+    return PathSelector(path_id=path, thread_id=thread_id)
 
 
 def _info(segment: Segment) -> SegmentInfo:

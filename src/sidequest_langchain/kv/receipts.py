@@ -59,6 +59,8 @@ class ReleaseReceipt:
     """Ids of the segments freed."""
     n_paths: int
     """Paths that answered to `path`; 0 says that nothing was known by that name."""
+    is_known: bool
+    """Whether anything was known by that name; if not, nothing was done."""
     n_deferred: int
     """Paths still read by a running generation; they go when it ends."""
     exact: bool = True

@@ -103,7 +103,7 @@ class SegmentTree(RadixTree):
         return [p for p in self.paths.values() if selector.selects(p.label, p.serial)]
 
     def release(
-        self, selector: PathSelector, *, reason: str, name: str = "", n_waiting: int = 0
+        self, selector: PathSelector, *, reason: str, name: str | None = None, n_waiting: int = 0
     ) -> ReleaseReceipt:
         """Drop the claims of the selected paths and free what no other path, child or pin needs.
 
@@ -117,9 +117,11 @@ class SegmentTree(RadixTree):
             n_waiting: Calls it means that have not begun: the caller sees to them.
         """
         chosen = self.select(selector)
-        return self._let_go(chosen, name or _name_of(selector), reason, n_waiting=n_waiting)
+        return self._let_go(
+            chosen, _name_of(selector) if name is None else name, reason, n_waiting=n_waiting
+        )
 
-    def predict_release(self, selector: PathSelector, *, name: str = "") -> ReleaseReceipt:
+    def predict_release(self, selector: PathSelector, *, name: str | None = None) -> ReleaseReceipt:
         """The receipt that `release` would give; changes nothing."""
         chosen = self.select(selector)
         free = {p for p in chosen if not self._is_held(p)}
@@ -130,12 +132,13 @@ class SegmentTree(RadixTree):
                 gone.add(at)
                 at = at.parent
         return ReleaseReceipt(
-            path=name or _name_of(selector),
+            path=_name_of(selector) if name is None else name,
             reason="prediction",
             freed_bytes=sum(s.n_bytes for s in gone),
             freed_tokens=sum(s.n_rows for s in gone),
             segments=tuple(sorted(s.segment_id for s in gone)),
             n_paths=len(chosen),
+            is_known=bool(chosen),
             n_deferred=len(chosen) - len(free),
         )
 
@@ -168,6 +171,7 @@ class SegmentTree(RadixTree):
                 freed += self._free_unneeded(oldest, [])
             for path in list(oldest.paths):
                 freed += self._step_back(path)
+        self.n_released_bytes += freed
         return_to_system(freed)
         return freed
 
@@ -254,6 +258,7 @@ class SegmentTree(RadixTree):
             freed_tokens=n_tokens - self.n_tokens,
             segments=tuple(sorted(s.segment_id for s in gone)),
             n_paths=len(paths) + n_waiting,
+            is_known=bool(paths) or n_waiting > 0,
             n_deferred=n_deferred,
         )
         return_to_system(freed)
@@ -284,4 +289,5 @@ class SegmentTree(RadixTree):
 
 def _name_of(selector: PathSelector) -> str:
     """What a receipt calls the paths that `selector` means."""
-    return selector.path_id or selector.checkpoint_ns or selector.thread_id or "*"
+    names = (selector.path_id, selector.checkpoint_ns, selector.thread_id)
+    return next((name for name in names if name is not None), "*")
