@@ -5,7 +5,7 @@
 Two claims are measured, each interleaved over several rounds, medians reported:
 
 * one step for 8 siblings over a 1,000-token trunk against a step for 1;
-* 16 concurrent `ainvoke` against the same calls one after the other.
+* 16 concurrent `ainvoke` from `Send` tasks of a graph against one after the other.
 
 The last line of the output is one JSON document.
 """
@@ -15,16 +15,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import operator
 import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from langchain_core.messages import HumanMessage
+from langchain_core.runnables import RunnableConfig
+from langgraph.graph import END, START, StateGraph
+from langgraph.graph.state import CompiledStateGraph
+from langgraph.types import Send
 
 from benchmarks.machine import describe
-from sidequest_langchain import SideQuestChatModel
+from sidequest_langchain import SideQuestChatModel, attach
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.request import GenerationRequest, SamplingParams
 from sidequest_langchain.labels import StepLabel
@@ -48,15 +53,28 @@ def trunk_ids(engine: Engine, n_tokens: int) -> tuple[int, ...]:
     return tuple(ids[:n_tokens])
 
 
-async def concurrent(model: SideQuestChatModel, prompts: list[str]) -> None:
-    """All prompts at the same time."""
-    await asyncio.gather(*(model.ainvoke([HumanMessage(p)]) for p in prompts))
+class Fan(TypedDict):
+    """State of a graph that asks many things at once."""
+
+    prompts: list[str]
+    answers: Annotated[list[str], operator.add]
 
 
-async def in_turn(model: SideQuestChatModel, prompts: list[str]) -> None:
-    """One prompt after the other."""
-    for prompt in prompts:
-        await model.ainvoke([HumanMessage(prompt)])
+def fan_out(model: SideQuestChatModel) -> CompiledStateGraph[Fan]:
+    """A graph that sends every prompt to a node of its own, as an agent's branches do."""
+
+    async def ask(task: dict[str, str]) -> dict[str, list[str]]:
+        answer = await model.ainvoke([HumanMessage(task["prompt"])])
+        return {"answers": [str(answer.text)]}
+
+    def send(state: Fan) -> list[Send]:
+        return [Send("ask", {"prompt": prompt}) for prompt in state["prompts"]]
+
+    builder = StateGraph(Fan)
+    builder.add_node("ask", ask)
+    builder.add_conditional_edges(START, send, ["ask"])
+    builder.add_edge("ask", END)
+    return attach(builder.compile(), model)
 
 
 def request(ids: tuple[int, ...], new_tokens: int, name: str) -> GenerationRequest:
@@ -97,21 +115,25 @@ def measure_siblings(
 
 
 def measure_concurrency(model: SideQuestChatModel, rounds: int) -> dict[str, Any]:
-    """16 calls at once against one after the other; nothing of them is resident before."""
+    """16 `ainvoke` from `Send` tasks at once, against one after the other; all from cold."""
     prompts = [f"Write one plain sentence about {topic}." for topic in TOPICS]
-    ways = {"concurrent": concurrent, "in_turn": in_turn}
+    graph = fan_out(model)
+    ways: dict[str, RunnableConfig] = {"concurrent": {}, "in_turn": {"max_concurrency": 1}}
     figures: dict[str, list[float]] = {name: [] for name in ways}
+    answers: dict[str, list[str]] = {}
     for _ in range(rounds):
-        for name, way in ways.items():
+        for name, config in ways.items():
             model.kv.clear()
             begun = time.perf_counter()
-            asyncio.run(way(model, prompts))
+            state = asyncio.run(graph.ainvoke({"prompts": prompts, "answers": []}, config))
             figures[name].append(time.perf_counter() - begun)
+            answers[name] = state["answers"]
     ratios = [b / a for a, b in zip(figures["concurrent"], figures["in_turn"], strict=True)]
     return {
         "concurrent_s": statistics.median(figures["concurrent"]),
         "in_turn_s": statistics.median(figures["in_turn"]),
         "speedup": statistics.median(ratios),
+        "same_answers": answers["concurrent"] == answers["in_turn"],
     }
 
 

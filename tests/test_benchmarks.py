@@ -32,6 +32,7 @@ def test_engine_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(document["siblings"]) == {"1", "2", "4", "8", "16"}
     assert document["step_ratio_8_to_1"] > 0
     assert document["parallel"]["speedup"] > 0
+    assert document["parallel"]["same_answers"]
     assert document["machine"]["cores"] >= 1
 
 

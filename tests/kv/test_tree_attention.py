@@ -63,12 +63,13 @@ def test_segments_longer_than_a_block_of_keys(windows, softcap, monkeypatch):
     ("dtype", "tolerance"), [(torch.bfloat16, 6e-2), (torch.float16, 6e-3), (torch.float64, 1e-5)]
 )
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_other_precisions_keep_their_dtype(dtype, tolerance, softcap, monkeypatch):
+@pytest.mark.parametrize("kinds", [BATCHES["mixed"], BATCHES["decode"]], ids=["mixed", "decode"])
+def test_other_precisions_keep_their_dtype(kinds, dtype, tolerance, softcap, monkeypatch):
     monkeypatch.setattr(partial_module, "KEY_BLOCK", 8)
     rng = random.Random(2)
     world = World(2, dtype)
     grove, running = grow(world, rng)
-    fed = batch(rng, grove, running, BATCHES["mixed"])
+    fed = batch(rng, grove, running, kinds)
     run(
         world,
         grove,
@@ -78,11 +79,12 @@ def test_other_precisions_keep_their_dtype(dtype, tolerance, softcap, monkeypatc
     )
 
 
-def test_a_cold_prompt_in_chunks_and_then_token_by_token():
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+def test_a_cold_prompt_in_chunks_and_then_token_by_token(has_sinks):
     world = World(3)
     grove = world.grove()
     path = grove.begin("a" * 5)
-    features_of = features_for(world, WINDOWS["by layer"], None, False)
+    features_of = features_for(world, WINDOWS["by layer"], None, has_sinks)
     for text in ["abbab", "bb", "a", "b", "abaabbbab", "a"]:
         run(world, grove, [Fed(path, text)], features_of)
     assert path.tip.n_rows == 19
