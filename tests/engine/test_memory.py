@@ -396,7 +396,7 @@ def test_budget_in_bytes_holds_at_the_peak(make_engine: MakeEngine) -> None:
 
 
 def test_budget_in_bytes_holds_while_a_segment_is_split(make_engine: MakeEngine) -> None:
-    """The head that is copied out and what it was copied from are never there twice."""
+    """What a split leaves is what the segment held; its copies are not counted in between."""
     budget = 145 * PER_TOKEN
     engine = make_engine(model_of(LLAMA), config=CacheConfig(budget_bytes=budget))
     run(engine, ask(ids(100), 1))

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sidequest_langchain.kv.layout import KVLayout, LayerShape, bytes_per_token
+from sidequest_langchain.kv.layout import KVLayout, LayerShape
 from sidequest_langchain.kv.receipts import ReleaseReceipt
 from sidequest_langchain.kv.segment import Path, Segment
 from sidequest_langchain.kv.tree import SegmentTree
@@ -166,6 +166,3 @@ def reachable_bytes(*objects: object) -> int:
         else:
             pending.extend(gc.get_referents(thing))
     return storage_bytes(tensors)
-
-
-assert bytes_per_token(LAYOUT) == TOKEN_BYTES

@@ -45,6 +45,7 @@ def test_bytes_per_token_add_up_over_unequal_layers():
     half = LayerShape(n_kv_heads=3, key_dim=8, value_dim=4, dtype=torch.bfloat16, device=CPU)
     assert half.bytes_per_token == 3 * (8 + 4) * 2
     assert bytes_per_token((*LAYOUT, half)) == TOKEN_BYTES + 72
+    assert bytes_per_token(LAYOUT) == TOKEN_BYTES == 88
     assert bytes_per_token(()) == 0
 
 

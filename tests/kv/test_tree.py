@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sidequest_langchain.kv.segment import GROWTH_ROWS
+from sidequest_langchain.labels import PathSelector, StepLabel
 from tests.kv.growing import bytes_of, ids, text_of
 
 # -- match ---------------------------------------------------------------------------------
@@ -155,6 +156,14 @@ def test_heads_cut_off_two_running_tips_are_stored_once(grove):
         grove.tree.commit(path)
     assert grove.drawing() == "abc(x y)"
     assert grove.tree.n_bytes == bytes_of(5)
+
+
+def test_a_number_taken_beforehand_counts_as_the_time_of_the_call(grove):
+    early = grove.tree.next_serial()
+    late = grove.run("xy", branch="late")
+    waited = grove.tree.begin("s", ids("ab"), StepLabel(call_id="c"), serial=early)
+    assert (early, late.serial, waited.serial, grove.tree.serial) == (0, 1, 0, 2)
+    assert grove.tree.select(PathSelector(n_serial_below=1)) == [waited]
 
 
 # -- reserve, extend, crop -----------------------------------------------------------------

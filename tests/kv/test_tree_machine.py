@@ -252,8 +252,8 @@ class TreeMachine(RuleBasedStateMachine):
 
 TestTreeMachine = TreeMachine.TestCase
 TestTreeMachine.settings = settings(
-    max_examples=120,
-    stateful_step_count=30,
+    max_examples=400,
+    stateful_step_count=40,
     deadline=None,
     derandomize=True,
     database=None,

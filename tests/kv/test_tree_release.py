@@ -55,6 +55,19 @@ def test_release_is_idempotent_and_an_unknown_name_is_a_no_op(grove):
         assert (receipt.n_paths, receipt.freed_bytes, receipt.segments) == (0, 0, ())
 
 
+def test_calls_that_have_not_begun_are_counted_as_deferred(grove):
+    grove.run("ab", branch="b")
+    chosen = PathSelector(path_id="b")
+    assert grove.tree.predict_release(chosen).is_known
+    receipt = grove.tree.release(chosen, reason="test", n_waiting=2)
+    assert (receipt.n_paths, receipt.n_deferred, receipt.is_known) == (3, 2, True)
+    assert receipt.freed_bytes == bytes_of(2)
+    waiting = grove.tree.release(chosen, reason="test", n_waiting=1)
+    assert (waiting.n_paths, waiting.n_deferred, waiting.is_known) == (1, 1, True)
+    assert not grove.tree.release(chosen, reason="test").is_known
+    assert not grove.tree.predict_release(chosen).is_known
+
+
 def test_two_paths_on_one_tip_are_two_claims(grove):
     grove.run("abcd", branch="one")
     grove.run("abcd", branch="two")

@@ -92,12 +92,17 @@ class RadixTree:
         parent = segment.parent
         assert parent is not None
         head = self._new_segment(segment.scope, parent)
+        try:
+            gained = head.copy_head(segment, n_head)
+            lost = segment.drop_head(n_head)
+        except BaseException:  # no memory for the copies: as if nothing had been asked
+            parent.children.remove(head)
+            raise
         parent.children.remove(segment)
         segment.parent = head
         head.children.append(segment)
         head.last_used = segment.last_used
-        self._account(head.copy_head(segment, n_head))
-        self._account(segment.drop_head(n_head))
+        self._account(gained + lost)
         return head
 
     def _move_under(self, segment: Segment, parent: Segment) -> None:
@@ -107,8 +112,8 @@ class RadixTree:
         segment.parent = parent
 
     def _drop_head(self, segment: Segment, n_rows: int) -> None:
-        self.n_tokens -= n_rows
         self._account(segment.drop_head(n_rows))
+        self.n_tokens -= n_rows
 
     def _free_unneeded(self, segment: Segment, gone: list[Segment]) -> int:
         """Free a segment and then its ancestors, as far up as nobody needs them."""

@@ -128,10 +128,10 @@ class Segment:
             The change in bytes.
         """
         before = self.n_bytes
-        for tensors in (self.keys, self.values):
-            for layer, tensor in enumerate(tensors):
-                rows = tensor[:, n_rows : self.n_rows]
-                tensors[layer] = rows.clone(memory_format=torch.contiguous_format)
+        kept = slice(n_rows, self.n_rows)
+        # All copies are made before anything changes: where memory ends, nothing has happened.
+        keys, values = _copies(self.keys, kept), _copies(self.values, kept)
+        self.keys, self.values = keys, values
         del self.token_ids[:n_rows]
         self.start += n_rows
         self.capacity = self.n_rows
@@ -139,9 +139,9 @@ class Segment:
 
     def copy_head(self, source: Segment, n_rows: int) -> int:
         """Take copies of the first `n_rows` rows of `source`. Returns the bytes taken."""
-        for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
-            for layer, tensor in enumerate(theirs):
-                mine[layer] = tensor[:, :n_rows].clone(memory_format=torch.contiguous_format)
+        head = slice(0, n_rows)
+        keys, values = _copies(source.keys, head), _copies(source.values, head)
+        self.keys, self.values = keys, values
         self.token_ids = source.token_ids[:n_rows]
         self.capacity = n_rows
         return self.n_bytes
@@ -155,13 +155,10 @@ class Segment:
 
     def _resize(self, capacity: int) -> int:
         before = self.n_bytes
-        n_rows = self.n_rows
-        for tensors in (self.keys, self.values):
-            # One layer at a time, so that the old and the new storage never coexist whole.
-            for layer, old in enumerate(tensors):
-                new = _rows(old.shape[0], capacity, old.shape[2], old.dtype, old.device)
-                new[:, :n_rows] = old[:, :n_rows]
-                tensors[layer] = new
+        # As in `drop_head`: either every layer is resized or none.
+        keys = [_resized(tensor, self.n_rows, capacity) for tensor in self.keys]
+        values = [_resized(tensor, self.n_rows, capacity) for tensor in self.values]
+        self.keys, self.values = keys, values
         self.capacity = capacity
         return self.n_bytes - before
 
@@ -181,6 +178,16 @@ class Path:
         self.is_running = True
         self.is_released = False
         """Released while a running generation or a pin still needed it."""
+
+
+def _copies(tensors: list[Tensor], rows: slice) -> list[Tensor]:
+    return [t[:, rows].clone(memory_format=torch.contiguous_format) for t in tensors]
+
+
+def _resized(old: Tensor, n_rows: int, capacity: int) -> Tensor:
+    new = _rows(old.shape[0], capacity, old.shape[2], old.dtype, old.device)
+    new[:, :n_rows] = old[:, :n_rows]
+    return new
 
 
 def _rows(n_heads: int, n_rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:

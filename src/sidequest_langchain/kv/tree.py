@@ -79,8 +79,12 @@ class SegmentTree(RadixTree):
         tip = path.tip
         tip.is_open = False
         path.is_running = False
-        if self._share(tip) is tip:
-            self._account(tip.fit())
+        try:
+            if self._share(tip) is tip:
+                self._account(tip.fit())
+        except BaseException:  # no memory to close it: the path still runs, and can be discarded
+            tip.is_open = path.is_running = True
+            raise
         self._touch(path.tip)
         if path.is_released:
             self._let_go([path], path.label.path_id, "released while running")
