@@ -137,6 +137,7 @@ def test_observers_hear_of_every_release(engine: Engine) -> None:
         "freed_tokens": 0,
         "segments": (),
         "n_paths": 0,
+        "is_known": False,
         "n_deferred": 0,
         "exact": True,
     }

@@ -7,8 +7,11 @@ import functools
 import sys
 from collections.abc import Callable
 
-TRIM_BYTES = 8 * 2**20
-"""Releases smaller than this are left to the allocator: a trim walks the whole heap."""
+TRIM_BYTES = 2**20
+"""Freed bytes that may add up before the heap is trimmed: a trim walks all of it."""
+
+_pending = 0
+"""Bytes freed since the last trim, by whichever tree: the heap is the process' own."""
 
 
 @functools.cache
@@ -27,8 +30,12 @@ def return_to_system(freed_bytes: int) -> None:
     """Hand the pages of freed tensors back, so that the process' RSS falls with them.
 
     glibc raises its mmap threshold up to 32 MiB as blocks are freed; smaller tensors then come
-    from the heap, whose free pages stay with the process unless it is trimmed.
+    from the heap, whose free pages stay with the process unless it is trimmed. Small releases
+    add up: forty of a mebibyte each are given back like one of forty.
     """
+    global _pending
+    _pending += freed_bytes
     trim = _malloc_trim()
-    if trim is not None and freed_bytes >= TRIM_BYTES:
+    if trim is not None and _pending >= TRIM_BYTES:
+        _pending = 0
         trim(0)
