@@ -243,8 +243,10 @@ def test_whatever_changes_an_answer_is_in_the_key_of_that_cache(chat):
         "control_tokens": "parse",
     }
     keys = {base._get_llm_string()}
+    needs = {"top_logprobs": {"logprobs": True}}
     keys |= {
-        SideQuestChatModel(**{"model": "a", k: v})._get_llm_string() for k, v in changed.items()
+        SideQuestChatModel(**{"model": "a", k: v, **needs.get(k, {})})._get_llm_string()
+        for k, v in changed.items()
     }
     keys |= {base._get_llm_string(stop=["y"]), base._get_llm_string(temperature=0.25)}
     assert len(keys) == len(changed) + 3
