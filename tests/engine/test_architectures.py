@@ -259,6 +259,8 @@ def test_scopes_share_nothing_in_one_batch(make_engine: MakeEngine) -> None:
         checks.check_result(LLAMA, request, result)
     assert {info.scope for info in engine.kv.segments()} == {"", "a", "b", "ab"}
     assert engine.kv.usage().n_tokens == 4 * len(stored(requests[0], results[0]))
+    assert run(engine, ask(ids(30), 5, scope="c")).n_reused_tokens == 0
+    assert run(engine, ask(ids(30), 5, scope="ab")).n_reused_tokens == 30
 
 
 def test_equality_of_ids_decides_not_of_digits(make_engine: MakeEngine) -> None:
