@@ -60,6 +60,9 @@ class ModelFields(Entries):
     device: str = "auto"
     device_map: str | dict[str, Any] | None = None
     """As in accelerate."""
+    quantization: Literal["auto", "int8", "none"] = "auto"
+    """`"int8"`: weights of 8 bits, on a CPU; `"none"`: as they were saved; `"auto"`: int8 on an
+    x86 CPU if no `dtype` is given and a check at loading finds that the model's words stay."""
     revision: str | None = None
     """Revision of a Hub id."""
     chat_template: str | dict[str, str] | None = None
@@ -90,7 +93,7 @@ class ModelFields(Entries):
     def _identifying_params(self) -> dict[str, Any]:
         """Everything that changes an answer: it is the key of LangChain's cache of answers."""
         template = self.chat_template
-        names = ("revision", "dtype", "device", "device_map", "control_tokens")
+        names = ("revision", "dtype", "quantization", "device", "device_map", "control_tokens")
         others = {name: getattr(self, name) for name in names}
         return {
             **self._sampling_fields,

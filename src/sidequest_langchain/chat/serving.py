@@ -56,6 +56,7 @@ class ServedModel(ModelFields):
                 dtype=self.dtype,
                 device=self.device,
                 device_map=self.device_map,
+                quantization=self.quantization,
                 config=self.cache_config,
             ),
         )
@@ -82,7 +83,7 @@ class ServedModel(ModelFields):
 
     @property
     def _engine_key(self) -> str:
-        names = ("model", "revision", "dtype", "device", "device_map")
+        names = ("model", "revision", "dtype", "quantization", "device", "device_map")
         weights = json.dumps([getattr(self, name) for name in names], default=str)
         return f"{weights} {self.cache_config}"
 

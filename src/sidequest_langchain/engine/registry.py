@@ -27,6 +27,7 @@ def engine_for(
     dtype: str = "auto",
     device: str = "auto",
     device_map: str | dict[str, Any] | None = None,
+    quantization: str = "none",
     config: CacheConfig | None = None,
     chat_template: ChatTemplate = None,
 ) -> Engine:
@@ -38,19 +39,27 @@ def engine_for(
         dtype: Of the weights; `"auto"` is fp32 on a CPU and the checkpoint's own elsewhere.
         device: `"auto"` is the best there is.
         device_map: As in accelerate; each layer's K/V lies on its layer's device.
+        quantization: See `load`.
         config: Cache settings; another config is another tree over the same weights.
         chat_template: Replaces the tokenizer's own.
 
     Raises:
         ModelError: The model cannot be had or cannot be served.
     """
-    weights = json.dumps([reference, revision, dtype, device, device_map], default=str)
+    weights = json.dumps(
+        [reference, revision, dtype, device, device_map, quantization], default=str
+    )
     config = config or CacheConfig()
     with _lock:
         loaded = _loaded.get(weights)
         if loaded is None:
             loaded = load(
-                reference, revision=revision, dtype=dtype, device=device, device_map=device_map
+                reference,
+                revision=revision,
+                dtype=dtype,
+                device=device,
+                device_map=device_map,
+                quantization=quantization,
             )
             _loaded[weights] = loaded
         return _engine(loaded, weights, loaded.name, config, chat_template)

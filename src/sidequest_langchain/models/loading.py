@@ -19,8 +19,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sidequest_langchain.errors import ConfigError, ModelError, ModelFilesError
 from sidequest_langchain.models.checkpoint import judge_checkpoint
-from sidequest_langchain.models.placement import DeviceMap, Placement, choose_placement
+from sidequest_langchain.models.placement import (
+    DeviceMap,
+    Placement,
+    choose_placement,
+    wants_quantising,
+)
 from sidequest_langchain.models.progress import Report
+from sidequest_langchain.models.quantising import (
+    PROBE,
+    QuantisationError,
+    Quantised,
+    quantise_weights,
+)
 from sidequest_langchain.models.reference import ModelFiles, obtain
 from sidequest_langchain.models.versions import check_transformers
 
@@ -39,6 +50,8 @@ class LoadedModel:
     """The commit, if it is from the Hub."""
     digest: str | None
     """The sha256 of the `.gguf` file it was made from, if it was made here."""
+    quantised: Quantised | None = None
+    """What was done to its weights here; `None` if nothing."""
 
 
 def load(
@@ -48,6 +61,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     device_map: DeviceMap | None = None,
+    quantization: str = "none",
     progress: Report | None = None,
 ) -> LoadedModel:
     """Load a model, fetching and converting it first if it is not here.
@@ -60,19 +74,27 @@ def load(
             as the checkpoint was saved.
         device: `"cpu"`, `"cuda:0"`, `"mps"`; `"auto"` is the best one there.
         device_map: Spread over devices by accelerate, instead of `device`.
+        quantization: `"none"` is the weights as they are saved; `"int8"`, on a CPU, quantises
+            them as they are loaded (lossy); `"auto"` is int8 if neither a dtype nor an accelerator
+            was chosen and the model passes the check of `quantise_weights`, else none.
         progress: Hears the progress of a pull; `None` shows bars on a terminal, and logs elsewhere.
 
     Raises:
         UnknownModelError: The reference means nothing here.
         ModelFilesError: The files are absent, damaged or unreachable, or there is no room.
         UnsupportedModelError: The architecture is no causal decoder that transformers knows.
-        ModelError: transformers is of another release, or the device has too little memory.
-        ConfigError: `revision`, `dtype`, `device` or `device_map` cannot be honoured.
+        ModelError: transformers is of another release, the device has too little memory, or int8
+            was asked for and the model or this processor fails the check.
+        ConfigError: `revision`, `dtype`, `device`, `device_map` or `quantization` cannot be
+            honoured.
     """
     check_transformers()
     _require_accelerate(device_map)
     # asked for now so that a wrong dtype or device is said before anything is downloaded
-    choose_placement(dtype=dtype, device=device, device_map=device_map, was_unpacked=False)
+    placement = choose_placement(
+        dtype=dtype, device=device, device_map=device_map, was_unpacked=False
+    )
+    wants_int8 = wants_quantising(quantization, dtype, placement)
     files = obtain(reference, revision=revision, progress=progress, judge=judge_checkpoint)
     placement = choose_placement(
         dtype=dtype, device=device, device_map=device_map, was_unpacked=files.digest is not None
@@ -82,14 +104,34 @@ def load(
             files.folder, local_files_only=True, trust_remote_code=False
         )
         model = _load_weights(files, placement)
-    logger.info("loaded %s: %s on %s", files.name, model.dtype, model.device)
+        quantised = None
+        if wants_int8 and not getattr(model, "is_quantized", False):
+            quantised = _quantise(model, tokenizer, files.name, is_asked=quantization == "int8")
+    logger.info(
+        "loaded %s: %s on %s, %s", files.name, model.dtype, model.device, quantised or "dense"
+    )
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         name=files.name,
         revision=files.revision,
         digest=files.digest,
+        quantised=quantised,
     )
+
+
+def _quantise(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, *, is_asked: bool
+) -> Quantised | None:
+    """Give the model int8 weights, or say why not."""
+    try:
+        return quantise_weights(model, tokenizer.encode(PROBE, add_special_tokens=False))
+    except QuantisationError as error:
+        if is_asked:
+            msg = f"{name} cannot be served with int8 weights: {error}; use quantization='none'"
+            raise ModelError(msg) from error
+        logger.warning("%s is served with dense weights: %s", name, error)
+        return None
 
 
 def _require_accelerate(device_map: DeviceMap | None) -> None:

@@ -5,6 +5,7 @@ It must not know where the model's files come from.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -65,6 +66,43 @@ def choose_placement(
         device=chosen,
         device_map=device_map,
     )
+
+
+QUANTIZATIONS = ("auto", "int8", "none")
+
+
+def wants_quantising(quantization: str, dtype: str, placement: Placement) -> bool:
+    """Whether weights shall become int8 as they are loaded.
+
+    Args:
+        quantization: `"auto"` is int8 on an x86 CPU, unless a dtype was asked for. There the int8
+            product was found quicker from AVX2 on; for others nobody has measured it.
+        dtype: As asked for.
+        placement: As chosen.
+
+    Raises:
+        ConfigError: The value means nothing, or cannot be had there.
+    """
+    if quantization not in QUANTIZATIONS:
+        msg = f"quantization is one of {', '.join(QUANTIZATIONS)}; found {quantization!r}"
+        raise ConfigError(msg)
+    fits = (
+        placement.device is not None
+        and placement.device.type == "cpu"
+        and placement.dtype is torch.float32
+    )
+    if quantization == "int8" and not fits:
+        where = placement.device if placement.device is not None else "a device map"
+        found = f"{placement.dtype or 'the dtype of the files'} on {where}"
+        msg = (
+            f"quantization='int8' is for float32 models on a CPU, found {found}; elsewhere "
+            "load the model with a quantisation of transformers "
+            "(bitsandbytes, torchao, GPTQ, AWQ) and use SideQuestChatModel.from_model"
+        )
+        raise ConfigError(msg)
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    is_default = quantization == "auto" and dtype == "auto" and is_x86
+    return fits and (quantization == "int8" or is_default)
 
 
 def _dtype(asked: str, *, on_cpu: bool, was_unpacked: bool) -> torch.dtype | None:

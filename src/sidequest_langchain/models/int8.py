@@ -1,0 +1,154 @@
+"""Linear layers with int8 weights on a CPU: what is computed, and with which kernel.
+
+Weights are int8 per output channel. Activations are not cut down to int8, which loses models with
+outlier channels: each token's vector is the sum of three integer vectors of 7 bits, each 127 times
+as fine as the one before, about as good as fp32 next to the vector's largest value. All go through
+one integer product, whose sums over the channels are exact: a token's output does not depend on
+its batch-mates, on chunks or on the processor. It must not know models.
+
+With two vectors a value at the edge of two steps, which the order of additions in attention pushes
+over it, moves the logits by 0.03; with three, by less than fp32 itself moves them.
+
+Papers: LLM.int8(), arXiv:2208.07339, §3 (vector-wise scales; why outliers matter). The split of
+an operand into integer slices: Ootomo et al., arXiv:2306.11975, §3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+BASE, HIGH = 127, 63
+"""A slice counts -63..63, in steps `BASE` times as large as those of the next one.
+
+With 7 bits the sum of two products stays below 2^15, so that processors without VNNI, which add
+pairs in 16 bits, do not saturate."""
+
+STEPS = HIGH * BASE**2
+"""A token's largest value, in steps of the finest slice."""
+
+ZERO = 64
+"""What stands for 0 in the unsigned bytes that the kernel takes."""
+
+
+def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights as int8, one scale an output channel. Lossy: rounds to 255 levels.
+
+    Args:
+        weight: `[N, K]`, a float dtype.
+
+    Returns:
+        int8 `[N, K]` within -127..127, and fp32 scales `[N]`; their product is near `weight`.
+    """
+    weight = weight.detach().float()
+    scales = (weight.abs().amax(1) / 127).clamp_min_(torch.finfo(torch.float32).tiny)
+    return (weight / scales.unsqueeze(1)).round_().to(torch.int8), scales
+
+
+def split_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Activations as three stacked integer matrices. Lossy: rounds to 1 / `STEPS` of a row's peak.
+
+    Args:
+        x: fp32 `[T, K]`.
+
+    Returns:
+        Bytes `[3 T, K]`, the coarsest slice first, `ZERO` added; and the rows' largest
+        magnitudes, fp32 `[T, 1]`. `join_rows` of the slices, times the magnitude, is near `x`.
+    """
+    peak = x.abs().amax(-1, keepdim=True).clamp_min_(1e-30)
+    steps = (x * (STEPS / peak)).round_()
+    coarse = (steps * (1 / BASE**2)).round_()
+    rest = torch.add(steps, coarse, alpha=-(BASE**2))
+    middle = (rest * (1 / BASE)).round_()
+    fine = torch.add(rest, middle, alpha=-BASE)
+    return torch.cat((coarse, middle, fine)).add_(ZERO).to(torch.uint8), peak
+
+
+def join_rows(slices: Tensor) -> Tensor:
+    """What three stacked slices, `[3 T, N]`, stand for, in units of a row's peak: `[T, N]`."""
+    coarse, middle, fine = slices.chunk(3)
+    return torch.add(fine, torch.add(middle, coarse, alpha=BASE), alpha=BASE)
+
+
+class Int8Product:
+    """`x @ W.T + b` for the stacked weights of one or several layers.
+
+    Raises:
+        RuntimeError: This build of torch lacks the kernel.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        self.sizes = [weight.shape[0] for weight in weights]
+        self.in_features = weights[0].shape[1]
+        quantised = [quantise_rows(weight) for weight in weights]
+        codes = torch.cat([codes for codes, _ in quantised])
+        self._scales = torch.cat([scales for _, scales in quantised]) / STEPS
+        self._packed: Tensor = torch.ops.onednn.qlinear_prepack(codes, [3, self.in_features])
+        self._zeros = torch.zeros(len(codes), dtype=torch.int32)
+        self._bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            parts = [
+                torch.zeros(n) if bias is None else bias.detach().float()
+                for n, bias in zip(self.sizes, biases, strict=True)
+            ]
+            self._bias = torch.cat(parts)
+        self.n_bytes = codes.nbytes + self._scales.nbytes + self._zeros.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Outputs of all layers side by side, fp32 `[T, N]`, for `x` `[T, K]`."""
+        codes, peak = split_rows(x)
+        out: Tensor = torch.ops.onednn.qlinear_pointwise(
+            codes, 1.0, ZERO, self._packed, self._scales, self._zeros,
+            None, 1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        total = join_rows(out)
+        if self._bias is None:
+            return total.mul_(peak)
+        return torch.addcmul(self._bias, total, peak)
+
+
+class Int8Group:
+    """Layers that read the same input (queries, keys and values): one product for all of them."""
+
+    def __init__(self, product: Int8Product) -> None:
+        self.product = product
+        self._last: tuple[Tensor, list[Tensor | None]] | None = None
+
+    def output(self, index: int, x: Tensor) -> Tensor:
+        """Output of one layer, `[..., N]`; the others' are kept until they ask with the same `x`.
+
+        The same tensor object, that is: who changes `x` in place between two layers of a group
+        gets the first's view of it. transformers' models do not.
+        """
+        last = self._last  # one read: another thread may run the same model
+        if last is None or last[0] is not x or last[1][index] is None:
+            rows = x.reshape(-1, x.shape[-1])
+            out = self.product(rows).view(*x.shape[:-1], -1)
+            last = (x, list(torch.split(out, self.product.sizes, dim=-1)))
+            self._last = last
+        parts = last[1]
+        found, parts[index] = parts[index], None
+        assert found is not None
+        if not any(part is not None for part in parts):
+            self._last = None
+        return found
+
+
+class Int8Linear(nn.Module):
+    """Stands in for an `nn.Linear` whose weights an `Int8Group` holds. For inference only."""
+
+    def __init__(self, group: Int8Group, index: int) -> None:
+        super().__init__()
+        self.in_features = group.product.in_features
+        self.out_features = group.product.sizes[index]
+        self._group, self._index = group, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x @ W.T + b`, fp32 `[..., N]` for fp32 `[..., K]`."""
+        return self._group.output(self._index, x)
+
+    def extra_repr(self) -> str:
+        """What `repr` says in the brackets."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, weights=int8"

@@ -1,0 +1,165 @@
+"""The int8 product against whole numbers, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sidequest_langchain.models.int8 import (
+    HIGH,
+    STEPS,
+    ZERO,
+    Int8Group,
+    Int8Linear,
+    Int8Product,
+    join_rows,
+    quantise_rows,
+    split_rows,
+)
+
+SHAPES = [(1, 8, 16), (2, 33, 64), (5, 128, 896), (17, 7, 4864), (64, 256, 96)]
+
+
+def spread(*shape: int, seed: int = 0) -> Tensor:
+    """Values over several orders of magnitude, with outliers, as activations have them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator)
+    x[..., ::13] *= 200
+    return x
+
+
+def exact(x: Tensor, weight: Tensor) -> Tensor:
+    """What the product is defined to be, float64."""
+    codes, scales = quantise_rows(weight)
+    parts, peak = split_rows(x)
+    steps = join_rows(parts.double() - ZERO)
+    return (steps @ codes.double().T) * scales.double() * peak.double() / STEPS
+
+
+class TestRounding:
+    def test_a_weight_is_half_a_step_off_at_most(self):
+        weight = spread(40, 96)
+        codes, scales = quantise_rows(weight)
+
+        assert codes.dtype is torch.int8
+        assert int(codes.abs().max()) == 127
+        error = (codes * scales[:, None] - weight).abs()
+        assert bool((error <= 0.5001 * scales[:, None]).all())
+
+    def test_an_activation_is_half_a_step_of_its_own_row_off_at_most(self):
+        x = spread(9, 300)
+        x[4] *= 1e-5
+        parts, peak = split_rows(x)
+        near = join_rows(parts.double() - ZERO) * peak.double() / STEPS
+
+        # Half a step, and what fp32 itself rounds.
+        assert bool(((near - x).abs() <= 0.6 * peak / STEPS).all())
+
+    def test_codes_leave_room_for_a_sum_in_16_bits(self):
+        parts, _ = split_rows(torch.cat((spread(50, 64), -torch.ones(1, 64), torch.ones(1, 64))))
+
+        assert (int(parts.min()), int(parts.max())) == (ZERO - HIGH, ZERO + HIGH)
+        assert 2 * int(parts.max()) * 127 < 2**15
+
+    @pytest.mark.parametrize("make", [torch.zeros, lambda *shape: torch.full(shape, 1e-38)])
+    def test_nothing_stays_nothing(self, make):
+        parts, peak = split_rows(make(2, 16))
+
+        assert bool(torch.isfinite(peak).all())
+        assert bool((parts == ZERO).all())
+        codes, scales = quantise_rows(torch.zeros(3, 16))
+        assert not codes.any()
+        assert bool((scales > 0).all())
+
+
+class TestProduct:
+    @pytest.mark.parametrize(("t", "n", "k"), SHAPES)
+    def test_is_the_sum_over_whole_numbers(self, t, n, k):
+        x, weight = spread(t, k), spread(n, k, seed=1)
+        got = Int8Product([weight], [None])(x)
+
+        expected = exact(x, weight)
+        assert torch.allclose(
+            got.double(), expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max())
+        )
+
+    @pytest.mark.parametrize("sign", [1.0, -1.0])
+    def test_the_largest_sums_do_not_saturate(self, sign):
+        weight, x = torch.ones(64, 4864), sign * torch.ones(3, 4864)
+        got = Int8Product([weight], [None])(x)
+
+        assert torch.allclose(got, torch.full((3, 64), sign * 4864.0), rtol=1e-6)
+
+    def test_a_row_does_not_depend_on_its_batch(self):
+        x, product = spread(70, 256), Int8Product([spread(96, 256, seed=2)], [spread(96, seed=3)])
+        together = product(x)
+
+        for at, n in ((0, 1), (3, 2), (5, 9), (20, 33)):
+            assert torch.equal(product(x[at : at + n]), together[at : at + n])
+
+    def test_a_bias_is_added_and_a_missing_one_is_not(self):
+        x, weights = spread(4, 64), [spread(8, 64, seed=1), spread(5, 64, seed=2)]
+        bias = spread(5, seed=3)
+        plain = Int8Product(weights, [None, None])(x)
+        got = Int8Product(weights, [None, bias])(x)
+
+        assert torch.equal(got[:, :8], plain[:, :8])
+        assert torch.allclose(got[:, 8:], plain[:, 8:] + bias, rtol=1e-5)
+
+    def test_bytes_are_those_of_the_weights(self):
+        assert Int8Product([torch.ones(96, 64)], [None]).n_bytes == 96 * 64 + 96 * 8
+
+
+class TestGroup:
+    @pytest.fixture
+    def layers(self) -> tuple[list[nn.Linear], list[Int8Linear]]:
+        torch.manual_seed(5)
+        dense = [nn.Linear(64, n) for n in (32, 8, 8)]
+        product = Int8Product([d.weight for d in dense], [d.bias for d in dense])
+        group = Int8Group(product)
+        return dense, [Int8Linear(group, i) for i in range(3)]
+
+    def test_every_layer_has_its_own_output(self, layers):
+        dense, ints = layers
+        x = torch.randn(2, 5, 64)
+
+        for plain, layer in zip(dense, ints, strict=True):
+            got = layer(x)
+            assert got.shape == plain(x).shape
+            assert torch.allclose(got, plain(x), atol=0.02)
+
+    def test_one_product_serves_the_layers_of_one_input(self, layers, monkeypatch):
+        _, ints = layers
+        calls = []
+        real = Int8Product.__call__
+        monkeypatch.setattr(
+            Int8Product, "__call__", lambda self, x: calls.append(1) or real(self, x)
+        )
+        x = torch.randn(1, 3, 64)
+        for layer in ints:
+            layer(x)
+        assert len(calls) == 1
+        for layer in ints:
+            layer(x)
+        assert len(calls) == 2
+
+    def test_another_input_between_two_layers_spoils_neither(self, layers):
+        dense, ints = layers
+        a, b = torch.randn(1, 64), torch.randn(4, 64)
+        got = [ints[0](a), ints[0](b), ints[1](a), ints[1](b), ints[2](b), ints[2](a)]
+        plain = [dense[0](a), dense[0](b), dense[1](a), dense[1](b), dense[2](b), dense[2](a)]
+
+        for one, other in zip(got, plain, strict=True):
+            assert torch.allclose(one, other, atol=0.02)
+
+    def test_nothing_is_kept_once_all_have_asked(self, layers):
+        _, ints = layers
+        x = torch.randn(1, 64)
+        for layer in ints:
+            layer(x)
+
+        assert ints[0]._group._last is None
+
+    def test_says_what_it_is(self, layers):
+        assert "in_features=64, out_features=32, weights=int8" in repr(layers[1][0])
