@@ -28,11 +28,12 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.graph.state import CompiledStateGraph
 from langgraph.types import Send
 
-from benchmarks.machine import describe
 from sidequest_langchain import SideQuestChatModel, attach
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.request import GenerationRequest, SamplingParams
 from sidequest_langchain.labels import StepLabel
+
+from .machine import describe
 
 SIBLINGS = (1, 2, 4, 8, 16)
 TOPICS = (
@@ -60,18 +61,24 @@ class Fan(TypedDict):
     answers: Annotated[list[str], operator.add]
 
 
+class Question(TypedDict):
+    """What one node of it is sent."""
+
+    prompt: str
+
+
 def fan_out(model: SideQuestChatModel) -> CompiledStateGraph[Fan]:
     """A graph that sends every prompt to a node of its own, as an agent's branches do."""
 
-    async def ask(task: dict[str, str]) -> dict[str, list[str]]:
+    async def ask(task: Question) -> dict[str, list[str]]:
         answer = await model.ainvoke([HumanMessage(task["prompt"])])
         return {"answers": [str(answer.text)]}
 
     def send(state: Fan) -> list[Send]:
         return [Send("ask", {"prompt": prompt}) for prompt in state["prompts"]]
 
-    builder = StateGraph(Fan)
-    builder.add_node("ask", ask)
+    builder: StateGraph[Any, Any, Any, Any] = StateGraph(Fan)
+    builder.add_node("ask", ask, input_schema=Question)  # type: ignore[call-overload]
     builder.add_conditional_edges(START, send, ["ask"])
     builder.add_edge("ask", END)
     return attach(builder.compile(), model)
@@ -139,7 +146,7 @@ def measure_concurrency(model: SideQuestChatModel, rounds: int) -> dict[str, Any
 
 def main(argv: list[str] | None = None) -> int:
     """Run both measurements and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Raw)
     parser.add_argument("--model", default="qwen2.5-coder-0.5b")
     parser.add_argument("--trunk-tokens", type=int, default=1000)
     parser.add_argument("--new-tokens", type=int, default=16)
@@ -170,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-class _Raw(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+class Raw(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     """Keeps the description's lines and shows defaults."""
 
 

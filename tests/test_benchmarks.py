@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from benchmarks import engine_steps, planner_vs_chathf
+from benchmarks import engine_steps, step_cost
+from benchmarks.command import main
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("real_smollm")]
 
@@ -17,17 +17,8 @@ def _last_line(text: str) -> dict:
 
 
 def test_engine_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--model",
-        "smollm2-135m",
-        "--trunk-tokens",
-        "40",
-        "--new-tokens",
-        "2",
-        "--rounds",
-        "1",
-    ]
-    assert engine_steps.main(words) == 0
+    words = ["--model", "smollm2-135m", "--trunk-tokens", "40", "--new-tokens", "2"]
+    assert engine_steps.main([*words, "--rounds", "1"]) == 0
     document = _last_line(capsys.readouterr().out)
     assert set(document["siblings"]) == {"1", "2", "4", "8", "16"}
     assert document["step_ratio_8_to_1"] > 0
@@ -36,33 +27,31 @@ def test_engine_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["machine"]["cores"] >= 1
 
 
-def test_planner_vs_chathf_answers_alike(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trunk = [
-        {"role": "system", "content": "Answer with one word."},
-        {"role": "user", "content": "Which city is the capital of Spain?"},
-    ]
-    more = [
-        *trunk,
-        {"role": "assistant", "content": "Madrid"},
-        {"role": "user", "content": "And of Portugal?"},
-    ]
-    calls = [
-        {
-            "n_call": i,
-            "n_round": i,
-            "messages": messages,
-            "reply": {"text": ""},
-            "settings": {"max_tokens": 6},
-        }
-        for i, messages in enumerate((trunk, more))
-    ]
-    record = tmp_path / "calls.json"
-    record.write_text(json.dumps({"runs": [{"calls": calls}]}), encoding="utf-8")
-    words = ["--model", "smollm2-135m", "--record", str(record)]
-    assert planner_vs_chathf.main(words) == 0
+def test_step_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "smollm2-135m", "--rows", "64", "--idle-nodes", "20", "--new-tokens", "2"]
+    assert step_cost.main([*words, "--rounds", "1"]) == 0
     document = _last_line(capsys.readouterr().out)
-    assert document["calls"] == 2
-    assert document["same_answers"] == 2
-    assert document["ratio"] > 0
+    assert set(document["rows"]) == {"16", "64", "128", "256"}
+    assert document["segments_ratio"] > 0
+    assert document["idle_nodes_ratio"] > 0
+
+
+def test_a_smoke_run(capsys: pytest.CaptureFixture[str]) -> None:
+    contestants = "ours,ours-fp32,generate,chathf"
+    assert main(["planner", "agent", "fork", "--quick", "--contestants", contestants]) == 0
+
+    said = capsys.readouterr()
+    document = _last_line(said.out)
+    assert max(map(len, said.out.splitlines()[:-1])) <= 80
+    assert "Traceback" not in said.err
+    assert set(document["contestants"]) == set(contestants.split(","))
+    for workload in document["workloads"].values():
+        assert workload["failed"] == {}
+        assert set(workload["results"]) == set(contestants.split(","))
+        for other in workload["comparisons"]:
+            if other["same_weights"]:
+                assert other["n_same_answers"] == workload["n_calls"], other
+    fork = document["workloads"]["fork"]["results"]["ours-fp32"]
+    assert fork["n_prefilled_tokens"] == fork["facts"]["n_distinct_tokens"]
+    planner = document["workloads"]["planner"]["results"]
+    assert planner["ours"]["n_prefilled_tokens"] < planner["chathf"]["n_prefilled_tokens"]

@@ -30,6 +30,7 @@ examples:
   sidequest pull smollm2-135m    fetch a small model: 93 MB, about a minute
   sidequest demo                 the Tree-of-Thoughts travel planner
   sidequest demo --help          its options
+  sidequest bench --help         this package and its peers on the same work
 
 Models are kept in a folder of the user's cache, or of SIDEQUEST_HOME.
 """
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["demo"]:  # all its words are the planner's, --help too
             return _demo(words[1:])
+        if words[:1] == ["bench"]:
+            return _bench(words[1:])
         return _run(_parser().parse_args(words))
     except SystemExit as leaving:  # argparse: after --help, --version, or a mistake
         return leaving.code if isinstance(leaving.code, int) else 2
@@ -92,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_pull(commands)
     commands.add_parser("models", help="list the catalogue, and what is on this machine")
     commands.add_parser("demo", help="run the Tree-of-Thoughts travel planner", add_help=False)
+    commands.add_parser("bench", help="measure this package and its peers", add_help=False)
     return parser
 
 
@@ -207,6 +211,12 @@ def _demo(words: list[str]) -> int:
             ensure(chosen.model, progress=progress)
     planner = importlib.import_module("sidequest_langchain.examples.tree_of_thoughts.main")
     return int(planner.main(words) or 0)
+
+
+def _bench(words: list[str]) -> int:
+    """Run the benchmarks, whose words these are."""
+    command = importlib.import_module("sidequest_langchain.examples.benchmarks.command")
+    return int(command.main(words))
 
 
 def _size_below(folder: Path) -> str:

@@ -67,6 +67,7 @@ def test_making_a_model_loads_nothing_and_the_first_call_everything(loads):
                 "dtype": "float32",
                 "device": "cpu",
                 "device_map": None,
+                "quantization": "auto",
                 "config": config,
             },
         )

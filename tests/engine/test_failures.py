@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.request import Event, GenerationResult, TextDelta
 from sidequest_langchain.errors import EngineClosedError, RequestCancelledError
-from sidequest_langchain.kv import segment as segment_room
+from sidequest_langchain.kv import storage as storage_room
 from sidequest_langchain.kv.tree import SegmentTree
 from tests.engine import checks
 from tests.engine.driving import (
@@ -247,31 +247,53 @@ def test_the_failed_pass_is_let_go_before_it_is_run_again(engine: Engine) -> Non
     assert alive_at_retry[0] is False
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 6, 9])
-def test_no_room_for_more_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Storage number `at` cannot be made, when some layers have theirs already."""
-    run(engine, ask(ids(30, seed=9), 4))
-    original, n_made = segment_room._rows, 0
+def in_each_layer(*at: int) -> list[tuple[str, int]]:
+    """Every layer has storages of its own, as where layers differ."""
+    return [("in each layer", n) for n in at]
 
-    def rows(*args: Any) -> torch.Tensor:
+
+def at_once(*at: int) -> list[tuple[str, int]]:
+    """All layers of a segment lie in one storage."""
+    return [("at once", n) for n in at]
+
+
+def lay_out(patch: pytest.MonkeyPatch, layers: str) -> None:
+    """Let segments to come have one storage, or two a layer."""
+    if layers == "in each layer":
+        patch.setattr(storage_room, "_is_even", lambda _: False)
+
+
+@pytest.mark.parametrize(("layers", "at"), [*in_each_layer(1, 2, 3, 6, 9), *at_once(1, 2)])
+def test_no_room_for_more_rows(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, layers: str, at: int
+) -> None:
+    """Storage number `at` cannot be made, when some layers have theirs already."""
+    lay_out(monkeypatch, layers)
+    run(engine, ask(ids(30, seed=9), 4))
+    original, n_made = storage_room._resized, 0
+
+    def resized(*args: Any) -> torch.Tensor:
         nonlocal n_made
-        n_made += args[1] > 0
-        if args[1] > 0 and n_made >= at:
+        n_made += args[2] > 0
+        if args[2] > 0 and n_made >= at:
             raise out_of_memory()
         return original(*args)
 
-    monkeypatch.setattr(segment_room, "_rows", rows)
+    monkeypatch.setattr(storage_room, "_resized", resized)
     with pytest.raises(torch.OutOfMemoryError):
         run(engine, ask(ids(40), 50, ignore_eos=True))
-    monkeypatch.undo()
+    monkeypatch.setattr(storage_room, "_resized", original)
     engine.kv.clear()
     audit(engine, [])
     checks.check_answer(engine, LLAMA, ask(ids(40), 6), n_reused=0)
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4, 6, 8])
-def test_no_room_to_split(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+@pytest.mark.parametrize(("layers", "at"), [*in_each_layer(1, 2, 3, 4, 6, 8), *at_once(1, 2)])
+def test_no_room_to_split(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, layers: str, at: int
+) -> None:
     """A prompt leaves a segment in its middle, and copy number `at` cannot be made."""
+    lay_out(monkeypatch, layers)
     first = ask(ids(30), 4)
     before = [stored(first, run(engine, first))]
     shown = engine.kv.segments()
@@ -286,9 +308,12 @@ def test_no_room_to_split(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: i
     checks.check_answer(engine, LLAMA, ask(ids(30), 4), n_reused=30)
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_no_room_to_close(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+@pytest.mark.parametrize(("layers", "at"), [*in_each_layer(1, 2, 3, 4), *at_once(1)])
+def test_no_room_to_close(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, layers: str, at: int
+) -> None:
     """A request ends, and copy number `at` without the room to grow cannot be made."""
+    lay_out(monkeypatch, layers)
     first = ask(ids(30), 4)
     before = [stored(first, run(engine, first))]
     fail_copy(monkeypatch, "commit", at)
@@ -299,9 +324,12 @@ def test_no_room_to_close(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: i
     checks.check_answer(engine, LLAMA, ask([*ids(30), *ids(6, seed=1)], 4), n_reused=30)
 
 
-@pytest.mark.parametrize("at", [1, 4, 5, 8, 9, 12])
-def test_no_room_to_merge(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+@pytest.mark.parametrize(("layers", "at"), [*in_each_layer(1, 4, 5, 8, 9, 12), *at_once(1, 2, 3)])
+def test_no_room_to_merge(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, layers: str, at: int
+) -> None:
     """Two requests computed a common head each: one of them fails as it gives up its own."""
+    lay_out(monkeypatch, layers)
     requests = [ask([*ids(10), *ids(6, seed=n)], 3 + n) for n in (1, 2)]
     fail_copy(monkeypatch, "commit", at)
     outcomes = [listener.outcome() for listener, _ in submit_all(engine, requests)]

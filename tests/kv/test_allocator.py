@@ -41,6 +41,7 @@ for i in range(n_calls):
     tree.reserve(path, n_tokens)
     for tensor in (*path.tip.keys, *path.tip.values):
         tensor.fill_(i)
+    del tensor  # a view, of which the last would keep its segment's storage
     tree.extend(path, [i] * n_tokens)
     tree.commit(path)
 gc.collect()

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sidequest_langchain.kv import chain, tree_attention
 from sidequest_langchain.kv import partial as partial_module
-from sidequest_langchain.kv import tree_attention
 from sidequest_langchain.kv.partial_cpu import cpu_partial
 from sidequest_langchain.kv.step_plan import StepPlan
 from tests.kv.attending import (
@@ -154,11 +154,12 @@ def test_a_step_that_failed_half_way_can_be_run_again():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """(storage address, first row's address, keys, queries) of every partial computed."""
+    """(storage address, first row's address, keys, queries of all heads) of every partial."""
     made = []
 
     def counting(q, k, v, **given):
-        made.append((k.untyped_storage().data_ptr(), k.data_ptr(), k.shape[1], q.shape[1]))
+        n_queries = q.shape[0] * q.shape[1]
+        made.append((k.untyped_storage().data_ptr(), k.data_ptr(), k.shape[1], n_queries))
         return cpu_partial(q, k, v, **given)
 
     monkeypatch.setitem(tree_attention._PARTIALS, "cpu", counting)
@@ -172,14 +173,16 @@ def test_the_trunk_is_read_once_for_all_siblings(calls):
     fed = [Fed(grove.begin("ab" * 20 + "x"), letter) for letter in "abcdefgh"]
     run(world, grove, fed, features_for(world, WINDOWS["all"], None, False))
     at = trunk.tip.keys[0].untyped_storage().data_ptr()
-    assert Counter(call[2:] for call in calls[:9]) == {(40, 8): 1, (1, 1): 8}
-    assert [call[2:] for call in calls if call[0] == at] == [(40, 8)]
+    n_heads = HEADS[0][0]
+    assert Counter(call[2:] for call in calls[:9]) == {(40, 8 * n_heads): 1, (1, n_heads): 8}
+    assert [call[2:] for call in calls if call[0] == at] == [(40, 8 * n_heads)]
     assert len(calls) == 9 * len(HEADS)
 
 
 @pytest.mark.parametrize("window", [None, 3, 16])
 @pytest.mark.parametrize("seed", range(5))
-def test_each_distinct_block_is_attended_once(calls, seed, window):
+def test_each_distinct_block_is_attended_once(calls, seed, window, monkeypatch):
+    monkeypatch.setattr(chain, "MOST_BLOCKS", 10**9)  # no two segments share a storage
     world, rng = World(seed), random.Random(seed)
     grove, running = grow(world, rng, n_running=6)
     fed = batch(rng, grove, running, ["decode"] * 6 + ["replay"])

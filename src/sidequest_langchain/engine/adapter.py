@@ -22,7 +22,8 @@ from sidequest_langchain.engine.architecture import (
 from sidequest_langchain.engine.attention_hook import ACTIVE, PREFIX, Probe, register_over
 from sidequest_langchain.errors import UnsupportedModelError
 from sidequest_langchain.kv.layout import KVLayout, LayerShape
-from sidequest_langchain.kv.step_plan import Row, StepPlan
+from sidequest_langchain.kv.step_plan import Row, StepPlan, on_device
+from sidequest_langchain.models.int8 import Int8Linear
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,15 @@ class ModelAdapter:
             found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
         return frozenset(found)
 
+    @property
+    def reads_ahead_cheaply(self) -> bool:
+        """Whether a pass over a few tokens takes about as long as one over one token.
+
+        Dense weights on a CPU are read faster for one token than for two.
+        """
+        is_int8 = any(isinstance(module, Int8Linear) for module in self.model.modules())
+        return is_int8 or self.device.type != "cpu"
+
     @torch.no_grad()
     def forward(
         self, rows: Sequence[Row], ids: Sequence[int], wanted: Sequence[int] | None = None
@@ -84,22 +94,24 @@ class ModelAdapter:
         Args:
             rows: The rows of the batch, in order.
             ids: Their new tokens, one row after another, `[T]`.
-            wanted: Indices of the rows whose logits are needed; `None` is all of them.
+            wanted: Indices of the packed tokens after which logits are needed; `None` is the
+                last token of every row.
 
         Returns:
-            fp32 logits of the wanted rows' last tokens, `[len(wanted), V]`.
+            fp32 logits, `[len(wanted), V]`.
         """
         plan = StepPlan(rows)
-        last = plan.last_tokens()
-        if wanted is not None:
-            last = [last[i] for i in wanted]
+        last = plan.last_tokens() if wanted is None else list(wanted)
         if self.model.training:
             # Its owner trained it meanwhile: with dropout on, K/V would be noise that stays.
             logger.warning("%s was in training mode; put back to eval", type(self.model).__name__)
             self.model.train(mode=False)
         token = ACTIVE.set(plan)
         try:
-            return self._logits(ids, plan.positions(), last)
+            # A mask that our attention ignores: without one the model looks for packed sequences
+            # in the positions, layer type by layer type, and waits for the answer.
+            mask = torch.zeros(1, 1, 1, 1, device=self.device)
+            return self._logits(ids, plan.positions(), last, attention_mask=mask)
         finally:
             ACTIVE.reset(token)
 
@@ -114,14 +126,17 @@ class ModelAdapter:
         if _N_ADAPTERS[self.model] == 0:
             self.model.set_attn_implementation(self._own_attention)
 
-    def _logits(self, ids: Sequence[int], positions: list[int], last: list[int]) -> Tensor:
-        inputs = torch.tensor([list(ids), positions], device=self.device)
-        wanted = torch.tensor(last, dtype=torch.long, device=self.device)
-        kwargs = {"logits_to_keep": wanted} if self._keeps_logits else {}
+    def _logits(
+        self, ids: Sequence[int], positions: list[int], last: list[int], **kwargs: Tensor
+    ) -> Tensor:
+        given = on_device(self.device, torch.tensor([*ids, *positions, *last], dtype=torch.long))
+        tokens, places, wanted = torch.split(given, [len(ids), len(ids), len(last)])
+        if self._keeps_logits:
+            kwargs["logits_to_keep"] = wanted
         # Whoever makes the engine may have it on: K/V is of the model's own dtype.
         with torch.autocast(self.device.type, enabled=False):
             out = self.model(
-                input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False, **kwargs
+                input_ids=tokens[None], position_ids=places[None], use_cache=False, **kwargs
             )
         logits: Tensor = out.logits[0]
         if not self._keeps_logits:

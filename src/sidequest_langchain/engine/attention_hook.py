@@ -46,6 +46,8 @@ NEUTRAL = frozenset(
 )
 """Keyword arguments that do not change what attention computes."""
 
+_KNOWN = NEUTRAL | {"scaling", "sliding_window", "softcap", "s_aux", "attention_mask"}
+
 
 @dataclass(slots=True)
 class Probe:
@@ -141,12 +143,7 @@ def read_features(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> F
     if getattr(module, "is_causal", True) is False:
         msg = f"{type(module).__name__} is not causal; its K/V cannot be reused by prefix"
         raise UnsupportedModelError(msg)
-    known = {"scaling", "sliding_window", "softcap", "s_aux", "attention_mask"}
-    strange = [
-        name
-        for name, given in kwargs.items()
-        if given is not None and name not in known and name not in NEUTRAL
-    ]
+    strange = [name for name in kwargs if name not in _KNOWN and kwargs[name] is not None]
     if strange:
         msg = (
             f"{type(module).__name__} hands {', '.join(sorted(strange))} to its attention, which "

@@ -35,6 +35,12 @@ T = TypeVar("T")
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}
 """Prompt tokens fed in one step, by device."""
 
+N_GUESSES = 7
+"""Tokens guessed ahead for one request in one step."""
+
+GUESS_ROOM = {"cpu": 8}
+"""Tokens of a step, guesses included, up to which another one costs little, by device."""
+
 
 class EngineCore:
     """Model, tree and scheduler, with the loop that one thread runs."""
@@ -45,8 +51,15 @@ class EngineCore:
         self.replies = ReplyLog()
         self.counters = Counters()
         self._passes = Passes(adapter, self.tree, config)
-        chunk = config.prefill_chunk or PREFILL_CHUNK.get(adapter.device.type, 512)
-        self._scheduler = Scheduler(self.tree, config, prefill_chunk=chunk)
+        device = adapter.device.type
+        chosen = N_GUESSES if adapter.reads_ahead_cheaply else 0
+        self._scheduler = Scheduler(
+            self.tree,
+            config,
+            prefill_chunk=config.prefill_chunk or PREFILL_CHUNK.get(device, 512),
+            n_guesses=chosen if config.prompt_lookup is None else config.prompt_lookup,
+            guess_room=GUESS_ROOM.get(device, 64) if config.prompt_lookup is None else 2**20,
+        )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         self._gate = threading.Lock()
@@ -92,7 +105,7 @@ class EngineCore:
         return self.call(release)
 
     def wake(self) -> None:
-        """Make the loop look at cancellations soon, even if it is idle."""
+        """Make the loop look at cancellations soon."""
         self._inbox.put(lambda: None)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -208,25 +221,52 @@ class EngineCore:
     def _take(self, shares: list[Share], logits: Tensor) -> None:
         """Count what the pass wrote, sample, and finish what is over."""
         self.counters.n_steps += 1
-        sampled = [share for share in shares if share.is_last]
-        best = logits.argmax(-1).tolist() if sampled else []
+        best = logits.argmax(-1).tolist() if len(logits) else []
+        sampled = [(share, share.n_wanted) for share in shares if share.is_last]
         for share in shares:
-            sequence = share.sequence
             if share.is_stored:
-                assert sequence.path is not None
-                self.tree.extend(sequence.path, share.tokens)
-                sequence.n_resident += len(share.tokens)
-        for i, share in enumerate(sampled):
+                self._extend(share.sequence, share.tokens[: len(share.tokens) - share.n_guesses])
+        # Nothing ends before all rows are counted: who ends may share its rows with a sibling that
+        # runs, whose storage is cut for it to what was counted.
+        outcomes: list[FinishReason | BaseException | None] = []
+        at = 0
+        for share, n_wanted in sampled:
+            part = slice(at, at := at + n_wanted)
             try:
-                self._sample(share.sequence, logits[i], best[i])
+                outcomes.append(self._sample(share, logits[part], best[part]))
             except BaseException as error:
-                self._fail([share.sequence], error)
+                outcomes.append(error)
+        for (share, _), outcome in zip(sampled, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                self._fail([share.sequence], outcome)
+            elif outcome is not None:
+                try:
+                    self._finish(share.sequence, outcome)
+                except BaseException as error:
+                    self._fail([share.sequence], error)
 
-    def _sample(self, sequence: Sequence, logits: Tensor, best: int) -> None:
-        token_id = best if sequence.is_greedy else sequence.choose(logits)
-        reason = sequence.take(token_id, logits if sequence.wants_logits else None)
-        if reason is not None:
-            self._finish(sequence, reason)
+    def _extend(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Count rows that the pass has written."""
+        assert sequence.path is not None
+        self.tree.extend(sequence.path, tokens)
+        sequence.n_resident += len(tokens)
+
+    def _sample(self, share: Share, logits: Tensor, best: list[int]) -> FinishReason | None:
+        """Choose the next token, and the ones after it while the guesses say the same."""
+        sequence, guesses = share.sequence, share.guesses
+        reason: FinishReason | None = None
+        n_right = 0
+        for place, of_best in enumerate(best):
+            token_id = of_best if sequence.is_greedy else sequence.choose(logits[place])
+            reason = sequence.take(token_id, logits[place] if sequence.wants_logits else None)
+            if reason is not None or place == len(guesses) or guesses[place] != token_id:
+                break
+            self._extend(sequence, [token_id])
+            n_right += 1
+        self.counters.n_guessed_tokens += len(guesses)
+        self.counters.n_right_guesses += n_right
+        sequence.learn(len(guesses), n_right)
+        return reason
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         path = sequence.path

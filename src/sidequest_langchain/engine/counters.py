@@ -15,6 +15,10 @@ class Counters:
     n_reused_tokens: int = 0
     n_generated_tokens: int = 0
     n_steps: int = 0
+    n_guessed_tokens: int = 0
+    """Tokens guessed ahead by prompt lookup."""
+    n_right_guesses: int = 0
+    """Those of them that the model chose, too."""
 
     def count(self, result: GenerationResult) -> None:
         """Add one finished request."""

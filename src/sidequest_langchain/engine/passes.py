@@ -47,7 +47,7 @@ class Passes:
             sequence = share.sequence
             assert sequence.path is not None
             if share.is_stored:
-                self._tree.reserve(sequence.path, len(share.tokens))
+                self._tree.reserve(sequence.path, len(share.tokens), share.n_guesses)
             position = sequence.n_resident if share.is_stored else sequence.n_resident - 1
             rows.append(
                 Row(
@@ -58,7 +58,11 @@ class Passes:
                 )
             )
             ids.extend(share.tokens)
-        wanted = [i for i, share in enumerate(shares) if share.is_last]
+        wanted: list[int] = []
+        n = 0
+        for share in shares:
+            n += len(share.tokens)
+            wanted.extend(range(n - share.n_wanted, n))
         return self._adapter.forward(rows, ids, wanted)
 
     def _make_room(self, shares: list[Share]) -> None:
@@ -68,7 +72,7 @@ class Passes:
         for share in (s for s in shares if s.is_stored):
             assert share.sequence.path is not None
             tip = share.sequence.path.tip
-            n_rows += tip.capacity_for(len(share.tokens)) - tip.capacity
+            n_rows += tip.capacity_for(len(share.tokens), share.n_guesses) - tip.capacity
             n_tokens += len(share.tokens)
         self.keep_budget(n_bytes=n_rows * tree.bytes_per_token, n_tokens=n_tokens)
 

@@ -95,10 +95,10 @@ def logprob_of(
         bytes_of: Bytes of a token id.
     """
     logprobs = torch.log_softmax(logits, -1)
-    values, ids = torch.topk(logprobs, n_top) if n_top else (logprobs[:0], logprobs[:0])
+    values, ids = torch.topk(logprobs, n_top)
     top = tuple(
-        (int(i), text_of(int(i)), bytes_of(int(i)), float(value))
-        for i, value in zip(ids, values, strict=True)
+        (i, text_of(i), bytes_of(i), value)
+        for i, value in zip(ids.tolist(), values.tolist(), strict=True)
     )
     return TokenLogprob(
         token_id=token_id,

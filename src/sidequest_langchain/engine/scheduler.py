@@ -9,7 +9,7 @@ chunked prefill.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.sequence import Sequence
@@ -28,6 +28,8 @@ class Share:
     sequence: Sequence
     tokens: list[int]
     is_stored: bool
+    n_guesses: int = 0
+    """How many of the tokens, at their end, are guesses that the model has yet to confirm."""
 
     @property
     def is_last(self) -> bool:
@@ -37,16 +39,45 @@ class Share:
             return True
         return sequence.n_resident + len(self.tokens) >= sequence.n_prompt
 
+    @property
+    def n_wanted(self) -> int:
+        """After how many of the tokens, the last ones, logits are needed."""
+        return 1 + self.n_guesses if self.is_last else 0
+
+    @property
+    def guesses(self) -> list[int]:
+        """The tokens that are guesses."""
+        return self.tokens[len(self.tokens) - self.n_guesses :]
+
 
 class Scheduler:
     """The waiting and the running sequences. First come, first served."""
 
-    def __init__(self, tree: SegmentTree, config: CacheConfig, *, prefill_chunk: int) -> None:
+    def __init__(
+        self,
+        tree: SegmentTree,
+        config: CacheConfig,
+        *,
+        prefill_chunk: int,
+        n_guesses: int,
+        guess_room: int,
+    ) -> None:
+        """Make a scheduler.
+
+        Args:
+            tree: Where prefixes are looked up.
+            config: Settings.
+            prefill_chunk: Prompt tokens fed in one step.
+            n_guesses: Most tokens guessed ahead for one request in one step.
+            guess_room: Tokens of a step, guesses included, up to which guesses are worth it.
+        """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._tree = tree
         self._config = config
         self._prefill_chunk = prefill_chunk
+        self._n_guesses = n_guesses
+        self._guess_room = guess_room
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn."""
@@ -102,9 +133,11 @@ class Scheduler:
         busy = [s for s in self.running if s.is_prefilling and s.request.scope == request.scope]
         if not busy:
             return False
-        _, n_resident = self._tree.match(request.scope, request.prompt_ids)
         ids = list(request.prompt_ids)
         most = max(n_common(ids, s.request.prompt_ids) for s in busy)
+        if most < WORTH_WAITING:  # asked at every step that it waits: the tree only if it matters
+            return False
+        _, n_resident = self._tree.match(request.scope, request.prompt_ids)
         return most >= n_resident + WORTH_WAITING
 
     def plan(self) -> list[Share]:
@@ -121,4 +154,19 @@ class Scheduler:
             if sequence.is_prefilling:
                 room -= len(tokens)
             shares.append(Share(sequence=sequence, tokens=tokens, is_stored=is_stored))
-        return shares
+        return self._with_guesses(shares)
+
+    def _with_guesses(self, shares: list[Share]) -> list[Share]:
+        """Add tokens guessed ahead, where the step has room for them."""
+        room = self._guess_room - sum(len(share.tokens) for share in shares)
+        n_most = min(self._n_guesses, room // max(len(shares), 1))
+        if n_most < 1:
+            return shares
+        found = []
+        for share in shares:
+            guesses = share.sequence.guess(n_most) if share.is_stored else []
+            if guesses:
+                tokens = [*share.tokens, *guesses]
+                share = replace(share, tokens=tokens, n_guesses=len(guesses))
+            found.append(share)
+        return found

@@ -72,4 +72,9 @@ def _compare(adapter: ModelAdapter, expected: Tensor, got: Tensor) -> None:
             f"differ from the plain model's by {difference:.3g} (allowed {allowed:.3g}); its "
             "attention computes something that tree attention does not"
         )
+        if getattr(adapter.model, "is_quantized", False):
+            msg += (
+                ", or its quantisation lets a token depend on the others of its pass: use one "
+                "of the weights only"
+            )
         raise UnsupportedModelError(msg)

@@ -8,6 +8,7 @@ import time
 from torch import Tensor
 
 from sidequest_langchain.engine.detokenizer import Detokenizer
+from sidequest_langchain.engine.drafting import Drafter
 from sidequest_langchain.engine.request import (
     Event,
     FinishReason,
@@ -57,6 +58,7 @@ class Sequence:
         self._sampler = Sampler(request.sampling)
         self._logprobs: list[TokenLogprob] = []
         self._n_sampled = 0
+        self._drafter: Drafter | None = None
         room = context_length - len(request.prompt_ids)
         self._n_most = min(request.sampling.max_tokens or room, room)
         self._begun = time.perf_counter()
@@ -99,6 +101,21 @@ class Sequence:
         if not self.generated:
             return [self.request.prompt_ids[-1]], False
         return [self.generated[-1]], True
+
+    def guess(self, n_most: int) -> list[int]:
+        """Up to `n_most` tokens that may come after the last one; none while the prompt is read."""
+        left = self._n_most - len(self.generated) - 1
+        if not self.generated or left < 1:
+            return []
+        if self._drafter is None:
+            self._drafter = Drafter(self.request.prompt_ids)
+        self._drafter.add(self.generated[self._drafter.n_read - self.n_prompt :])
+        return self._drafter.guess(min(n_most, left))
+
+    def learn(self, n_guessed: int, n_right: int) -> None:
+        """Hear how many of the guesses were right."""
+        if self._drafter is not None:
+            self._drafter.learn(n_guessed, n_right)
 
     def choose(self, logits: Tensor) -> int:
         """Choose the next token from fp32 logits, `[V]`."""

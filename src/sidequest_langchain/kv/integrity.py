@@ -22,10 +22,17 @@ def check_integrity(tree: SegmentTree) -> None:
         _require(known, f"segment {segment.segment_id} holds strange paths")
     heads = [(id(s.parent), s.token_ids[0]) for s in seen if s.n_rows and not s.is_open]
     _require(len(heads) == len(set(heads)), "a segment repeats a sibling's rows")
+    lost = [s.segment_id for s in seen if s.is_idle_leaf and s not in tree.idle]
+    _require(not lost, f"no sweep would find the idle segments {lost}")
     for path in tree.paths.values():
         _require(path in path.tip.paths, f"path {path.serial} is not at its tip")
         _require(path.tip in seen, f"path {path.serial} ends outside of the tree")
-    _require(sum(s.n_bytes for s in seen) == tree.n_bytes, "bytes do not add up")
+    for segment in seen:
+        _check_fellows(segment, seen)
+    tensors = [t for s in seen for t in (*s.storage.keys, *s.storage.values)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    storages.pop(0, None)  # those without a byte
+    _require(sum(storages.values()) == tree.n_bytes, "bytes do not add up")
     _require(sum(s.n_rows for s in seen) == tree.n_tokens, "tokens do not add up")
 
 
@@ -37,12 +44,25 @@ def _check_segment(segment: Segment) -> None:
     _require(parent is not None and segment.start == parent.end, f"{name} starts elsewhere")
     for tensor in (*segment.keys, *segment.values):
         _require(tensor.shape[1] == segment.capacity, f"{name}: layers differ in length")
-        _require(tensor.is_contiguous() and not tensor.requires_grad, f"{name} is a view")
+        is_own = tensor.is_contiguous() or bool(segment.fellows)
+        _require(is_own and not tensor.requires_grad, f"{name} is a view")
     _require(segment.n_rows <= segment.capacity, f"{name}: more tokens than rows")
     _require(segment.is_open or segment.capacity == segment.n_rows, f"{name} has slack")
     is_kept_empty = segment.is_open or segment.n_pins > 0
     _require(is_kept_empty or segment.n_rows > 0, f"{name} is empty")
     _require(all(p.tip is segment for p in segment.paths), f"{name} holds strange paths")
+
+
+def _check_fellows(segment: Segment, seen: set[Segment]) -> None:
+    """A storage of several: each has its own rows, in the order of the path."""
+    name, at = f"segment {segment.segment_id}", 0
+    for fellow in segment.fellows:
+        first, last = fellow.place
+        is_right = fellow in seen and fellow.storage is segment.storage and first >= at
+        _require(is_right and not fellow.is_open, f"{name} shares its storage wrongly")
+        at = last
+    is_in = segment in segment.fellows or not segment.fellows
+    _require(is_in and at <= segment.storage.capacity, f"{name} shares its storage wrongly")
 
 
 def _require(ok: bool, what: str) -> None:  # noqa: FBT001

@@ -30,14 +30,22 @@ def cpu_partial(
     if visible is not None:
         mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
         blind = ~visible.any(-1)
-    if not is_causal and mask is None:
+    is_folded = n_heads != n_kv and not is_causal and mask is None
+    if is_folded:
         # The heads of a KV group are queries of one head: K and V are read once for them.
         q = q.reshape(n_kv, n_heads // n_kv * n_queries, dim)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q[None], k[None], v[None], 0.0, is_causal, attn_mask=mask, scale=scaling
+        q.unsqueeze(0),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        0.0,
+        is_causal,
+        attn_mask=mask,
+        scale=scaling,
     )
-    out = out[0].reshape(n_heads, n_queries, dim)
-    lse = lse[0].float().reshape(n_heads, n_queries)
+    out, lse = out.squeeze(0), lse.squeeze(0).float()
+    if is_folded:
+        out, lse = out.reshape(n_heads, n_queries, dim), lse.reshape(n_heads, n_queries)
     if blind is not None:  # the kernel says 0 for a query that saw nothing
         lse = lse.masked_fill(blind, float("-inf"))
     return out, lse

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,13 @@ def is_fused(q: Tensor, k: Tensor, v: Tensor, *, is_masked: bool, softcap: float
     """Whether the flash kernel takes these inputs: half precision, a head dim it was built for."""
     dim = q.shape[-1]
     fits = q.dtype in _HALVES and dim % 8 == 0 and dim <= 256 and k.shape[2] == v.shape[2]
-    return fits and not is_masked and softcap is None
+    return fits and not is_masked and softcap is None and _has_flash(q.device)
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether the flash kernel runs on a device; it was built for Ampere and later."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def cuda_partial(

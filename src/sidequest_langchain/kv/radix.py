@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from sidequest_langchain.kv import chain
+from sidequest_langchain.kv.idle import IdleLeaves
 from sidequest_langchain.kv.layout import KVLayout, bytes_per_token
 from sidequest_langchain.kv.segment import Segment, n_common
+from sidequest_langchain.kv.storage import Storage
 
 
 class RadixTree:
@@ -21,6 +24,7 @@ class RadixTree:
         """Bytes resident now: the sum of all live storages, kept up by every change."""
         self.peak_bytes = 0
         self.n_tokens = 0
+        self.idle = IdleLeaves()
         self._roots: dict[str, Segment] = {}
         self._clock = 0
         self._n_segments_made = 0
@@ -47,7 +51,10 @@ class RadixTree:
         ids = tuple(ids)
         while segment is not None:
             step: Segment | None = None
+            next_id = ids[n] if n < len(ids) else None
             for child in segment.children:
+                if not child.token_ids or child.token_ids[0] != next_id:
+                    continue  # most of a thousand dead branches
                 n_same = n_common(child.token_ids, ids, n)
                 # Running tips may repeat a sibling's rows; where both match, the closed one
                 # needs no cut, and it alone leads on.
@@ -92,9 +99,13 @@ class RadixTree:
         parent = segment.parent
         assert parent is not None
         head = self._new_segment(segment.scope, parent)
+        gained = lost = 0
         try:
-            gained = head.copy_head(segment, n_head)
-            lost = segment.drop_head(n_head)
+            if segment.fellows:
+                chain.split(segment, head, n_head)
+            else:
+                gained = head.copy_head(segment, n_head)
+                lost = segment.drop_head(n_head)
         except BaseException:  # no memory for the copies: as if nothing had been asked
             parent.children.remove(head)
             raise
@@ -106,31 +117,54 @@ class RadixTree:
         return head
 
     def _move_under(self, segment: Segment, parent: Segment) -> None:
-        assert segment.parent is not None
-        segment.parent.children.remove(segment)
+        old = segment.parent
+        assert old is not None
+        old.children.remove(segment)
         parent.children.append(segment)
         segment.parent = parent
+        self.idle.note(old)
 
     def _drop_head(self, segment: Segment, n_rows: int) -> None:
+        storage, fellows = segment.storage, segment.fellows
         self._account(segment.drop_head(n_rows))
+        if fellows:
+            self._account(chain.settle(storage, fellows))
         self.n_tokens -= n_rows
+
+    def _join(self, segment: Segment) -> None:
+        """Let the path to a closed segment be read from few storages; exact."""
+        for segments in chain.to_join([s for s in segment.path() if s.n_rows]):
+            try:
+                chain.join(segments)
+            except (MemoryError, RuntimeError):  # only slower without; torch's is a RuntimeError
+                return
 
     def _free_unneeded(self, segment: Segment, gone: list[Segment]) -> int:
         """Free a segment and then its ancestors, as far up as nobody needs them."""
         freed = 0
         at = segment
+        shared: dict[int, tuple[Storage, list[Segment]]] = {}
         while at.parent is not None and not at.is_needed:
             parent = at.parent
+            if at.fellows:
+                shared[id(at.storage)] = at.storage, at.fellows
             freed += self._remove(at)
             gone.append(at)
             at = parent
+        for storage, fellows in shared.values():
+            change = chain.settle(storage, fellows)
+            self.n_bytes += change
+            freed -= change
         if at.parent is None and not at.children:
             self._roots.pop(at.scope, None)
         return freed
 
     def _remove(self, segment: Segment) -> int:
-        assert segment.parent is not None
-        segment.parent.children.remove(segment)
+        parent = segment.parent
+        assert parent is not None
+        parent.children.remove(segment)
+        self.idle.forget(segment)
+        self.idle.note(parent)
         self.n_tokens -= segment.n_rows
         freed = segment.free()
         self.n_bytes -= freed

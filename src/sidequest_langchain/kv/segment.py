@@ -5,10 +5,12 @@ They know their neighbours in the tree but decide nothing; `tree` does.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from sidequest_langchain.kv.layout import KVLayout
+from sidequest_langchain.kv.storage import Storage
 from sidequest_langchain.labels import StepLabel
 
 GROWTH_ROWS = 32
@@ -18,8 +20,9 @@ GROWTH_ROWS = 32
 class Segment:
     """Tokens with their K/V, as a node of the tree.
 
-    The storage is the segment's own: no tensor of another segment is a view of it, so that
-    freeing it frees the bytes. `len(token_ids) == n_rows` at all times outside of a step.
+    The storage is the segment's own, or one that closed segments in a row have together and
+    that shrinks when one of them goes: freeing a segment frees its bytes.
+    `len(token_ids) == n_rows` at all times outside of a step.
 
         rows      0 ........ n_rows ........ capacity
                   |  K/V     |  room to grow |
@@ -28,10 +31,11 @@ class Segment:
 
     __slots__ = (
         "__weakref__",
-        "capacity",
+        "_first",
+        "_storage",
         "children",
+        "fellows",
         "is_open",
-        "keys",
         "last_used",
         "n_pins",
         "parent",
@@ -40,7 +44,6 @@ class Segment:
         "segment_id",
         "start",
         "token_ids",
-        "values",
     )
 
     def __init__(
@@ -52,13 +55,39 @@ class Segment:
         self.children: list[Segment] = []
         self.start = 0 if parent is None else parent.end
         self.token_ids: list[int] = []
-        self.capacity = 0
         self.is_open = False
         self.n_pins = 0
         self.last_used = 0
         self.paths: set[Path] = set()
-        self.keys = [_rows(s.n_kv_heads, 0, s.key_dim, s.dtype, s.device) for s in layout]
-        self.values = [_rows(s.n_kv_heads, 0, s.value_dim, s.dtype, s.device) for s in layout]
+        self.fellows: list[Segment] = []
+        """All segments of its storage, itself included; empty where it has its own."""
+        self._storage = Storage.of(layout, 0)
+        self._first = 0
+
+    @property
+    def keys(self) -> list[Tensor]:
+        """K of every layer, `[H, capacity, D]`."""
+        return list(self.rows(0, self.n_rows)[0]) if self.fellows else self._storage.keys
+
+    @property
+    def values(self) -> list[Tensor]:
+        """V of every layer, `[H, capacity, Dv]`."""
+        return list(self.rows(0, self.n_rows)[1]) if self.fellows else self._storage.values
+
+    @property
+    def storage(self) -> Storage:
+        """Where its rows lie."""
+        return self._storage
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its rows in the storage, `first..last`."""
+        return self._first, self._first + self.n_rows
+
+    @property
+    def capacity(self) -> int:
+        """Rows that there is room for."""
+        return self.n_rows if self.fellows else self._storage.capacity
 
     @property
     def n_rows(self) -> int:
@@ -73,13 +102,20 @@ class Segment:
     @property
     def n_bytes(self) -> int:
         """Bytes of its storage, room to grow included."""
-        tensors = (*self.keys, *self.values)
-        return sum(t.untyped_storage().nbytes() for t in tensors)
+        if self.fellows:
+            return self._storage.n_bytes // self._storage.capacity * self.n_rows
+        return self._storage.n_bytes
 
     @property
     def is_needed(self) -> bool:
         """Whether anything stands on it: a child, a path's tip, a pin or a running request."""
         return bool(self.children or self.paths or self.n_pins or self.is_open)
+
+    @property
+    def is_idle_leaf(self) -> bool:
+        """Whether it may be let go without anybody noticing but by the time it takes."""
+        is_held = self.children or self.is_open or self.n_pins or self.parent is None
+        return not is_held
 
     def path(self) -> list[Segment]:
         """The segments with rows from the first to this one; the root holds none."""
@@ -92,22 +128,27 @@ class Segment:
         segments.reverse()
         return segments
 
-    def reserve(self, n_more: int) -> int:
+    def reserve(self, n_more: int, n_guesses: int = 0) -> int:
         """Make room for `n_more` rows; existing rows are copied when the storage must grow.
+
+        Args:
+            n_more: Rows to come.
+            n_guesses: Those of them, the last ones, that may be of no use.
 
         Returns:
             Bytes by which the storage grew.
         """
-        capacity = self.capacity_for(n_more)
+        capacity = self.capacity_for(n_more, n_guesses)
         return self._resize(capacity) if capacity > self.capacity else 0
 
-    def capacity_for(self, n_more: int) -> int:
-        """Rows that the storage will hold once `n_more` rows are reserved."""
+    def capacity_for(self, n_more: int, n_guesses: int = 0) -> int:
+        """Rows that the storage will hold once `n_more` rows are reserved, guesses among them."""
         needed = self.n_rows + n_more
         if needed <= self.capacity:
             return self.capacity
-        # Room for decoding comes with a decoded row; a prefill chunk takes what it needs.
-        room = max(GROWTH_ROWS, needed // 8) if n_more == 1 else n_more
+        # Room for decoding comes with decoded rows; a prefill chunk takes what it needs.
+        is_decoding = n_more - n_guesses == 1
+        room = max(GROWTH_ROWS, needed // 8, n_more) if is_decoding else n_more
         return self.n_rows + room
 
     def fit(self) -> int:
@@ -121,45 +162,53 @@ class Segment:
         del self.token_ids[n_rows:]
         return self.fit()
 
+    def rows(self, first: int, last: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """K and V of rows `first..last` of every layer, `[H, last - first, D]`, as views.
+
+        For the step at hand: a change of the storage leaves them behind.
+        """
+        return self._storage.views(self._first + first, self._first + last)
+
+    def move_to(self, storage: Storage, first: int, fellows: list[Segment]) -> None:
+        """Have its rows, which are there already, at `first` of a storage shared with others."""
+        self._storage, self._first, self.fellows = storage, first, fellows
+
     def drop_head(self, n_rows: int) -> int:
         """Forget the first `n_rows` rows, which another segment holds now; exact.
 
         Returns:
-            The change in bytes.
+            The change in bytes; what was shared with others goes with `chain.settle`.
         """
-        before = self.n_bytes
-        kept = slice(n_rows, self.n_rows)
-        # All copies are made before anything changes: where memory ends, nothing has happened.
-        keys, values = _copies(self.keys, kept), _copies(self.values, kept)
-        self.keys, self.values = keys, values
+        first, last = self.place
+        before = 0 if self.fellows else self.n_bytes
+        storage = self._storage.copy(first + n_rows, last)
+        if self.fellows:
+            self.fellows.remove(self)
+        self.move_to(storage, 0, [])
         del self.token_ids[:n_rows]
         self.start += n_rows
-        self.capacity = self.n_rows
         return self.n_bytes - before
 
     def copy_head(self, source: Segment, n_rows: int) -> int:
         """Take copies of the first `n_rows` rows of `source`. Returns the bytes taken."""
-        head = slice(0, n_rows)
-        keys, values = _copies(source.keys, head), _copies(source.values, head)
-        self.keys, self.values = keys, values
+        self._storage = source._storage.copy(0, n_rows)
         self.token_ids = source.token_ids[:n_rows]
-        self.capacity = n_rows
         return self.n_bytes
 
     def free(self) -> int:
-        """Let go of the storage, whoever may still hold this object. Returns the bytes freed."""
-        n_bytes = self.n_bytes
-        self.keys, self.values = [], []
-        self.capacity = 0
+        """Let go of the storage, whoever may still hold this object. Returns the bytes freed.
+
+        None as long as others share the storage: see `chain.settle`.
+        """
+        n_bytes = 0 if self.fellows else self.n_bytes
+        if self.fellows:
+            self.fellows.remove(self)
+        self.move_to(Storage([], [], 0), 0, [])
         return n_bytes
 
     def _resize(self, capacity: int) -> int:
         before = self.n_bytes
-        # As in `drop_head`: either every layer is resized or none.
-        keys = [_resized(tensor, self.n_rows, capacity) for tensor in self.keys]
-        values = [_resized(tensor, self.n_rows, capacity) for tensor in self.values]
-        self.keys, self.values = keys, values
-        self.capacity = capacity
+        self._storage = self._storage.resized(self.n_rows, capacity)
         return self.n_bytes - before
 
 
@@ -178,20 +227,6 @@ class Path:
         self.is_running = True
         self.is_released = False
         """Released while a running generation or a pin still needed it."""
-
-
-def _copies(tensors: list[Tensor], rows: slice) -> list[Tensor]:
-    return [t[:, rows].clone(memory_format=torch.contiguous_format) for t in tensors]
-
-
-def _resized(old: Tensor, n_rows: int, capacity: int) -> Tensor:
-    new = _rows(old.shape[0], capacity, old.shape[2], old.dtype, old.device)
-    new[:, :n_rows] = old[:, :n_rows]
-    return new
-
-
-def _rows(n_heads: int, n_rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty((n_heads, n_rows, dim), dtype=dtype, device=device)
 
 
 def n_common(mine: list[int], theirs: list[int] | tuple[int, ...], offset: int = 0) -> int:

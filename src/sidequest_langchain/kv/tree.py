@@ -49,6 +49,7 @@ class SegmentTree(RadixTree):
         else:
             # A head cut off a running tip is closed: it may repeat what a closed sibling holds.
             parent = self._share(self._cut(found, n_reused - found.start))
+            self._join(parent)
         tip = self._new_segment(scope, parent)
         tip.is_open = True
         path = Path(label, self.next_serial() if serial is None else serial, tip, n_reused)
@@ -56,9 +57,9 @@ class SegmentTree(RadixTree):
         tip.paths.add(path)
         return path
 
-    def reserve(self, path: Path, n_more: int) -> None:
-        """Make room for `n_more` rows in the tip."""
-        self._account(path.tip.reserve(n_more))
+    def reserve(self, path: Path, n_more: int, n_guesses: int = 0) -> None:
+        """Make room for `n_more` rows in the tip, guesses among them."""
+        self._account(path.tip.reserve(n_more, n_guesses))
 
     def extend(self, path: Path, ids: Sequence[int]) -> None:
         """Count rows that a forward pass has written into the tip of every layer."""
@@ -86,6 +87,7 @@ class SegmentTree(RadixTree):
             tip.is_open = path.is_running = True
             raise
         self._touch(path.tip)
+        self.idle.note(path.tip)
         if path.is_released:
             self._let_go([path], path.label.path_id, "released while running")
         elif path.tip.parent is None:
@@ -167,10 +169,9 @@ class SegmentTree(RadixTree):
         """
         freed = 0
         while is_over():
-            leaves = [s for s in self.segments() if not (s.children or s.is_open or s.n_pins)]
-            if not leaves:
+            oldest = self.idle.pop()
+            if oldest is None:
                 break
-            oldest = min(leaves, key=lambda s: s.last_used)
             if not oldest.paths:
                 freed += self._free_unneeded(oldest, [])
             for path in list(oldest.paths):
@@ -191,6 +192,7 @@ class SegmentTree(RadixTree):
             return
         late = [p for p in segment.paths if p.is_released and not p.is_running]
         at = segment if segment.is_open else self._retire_empty(segment)
+        self.idle.note(at)
         for path in [p for p in at.paths if at.parent is None]:
             self._forget(path)
         if late:

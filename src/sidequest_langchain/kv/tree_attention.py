@@ -16,7 +16,7 @@ from torch import Tensor
 from sidequest_langchain.kv.partial import Partial, math_partial, merge
 from sidequest_langchain.kv.partial_cpu import cpu_partial
 from sidequest_langchain.kv.partial_cuda import cuda_partial
-from sidequest_langchain.kv.step_plan import Block, StepPlan
+from sidequest_langchain.kv.step_plan import StepPlan
 
 _PARTIALS: dict[str, Partial] = {"cpu": cpu_partial, "cuda": cuda_partial}
 
@@ -69,59 +69,74 @@ def attend(
 
 
 def _store(plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
-    for row, (a, b) in zip(plan.rows, plan.slices, strict=True):
-        if row.is_stored:
-            n = row.tip.n_rows
-            row.tip.keys[layer][:, n : n + row.n_new] = k[:, a:b]
-            row.tip.values[layer][:, n : n + row.n_new] = v[:, a:b]
+    if not plan.stored:
+        return
+    keys, values = torch.split(k, plan.sizes, 1), torch.split(v, plan.sizes, 1)
+    if len(plan.stored) < len(plan.rows):
+        keys = tuple(keys[i] for i in plan.stored)
+        values = tuple(values[i] for i in plan.stored)
+    # One call for all rows: a Python loop of copies costs more than the copies.
+    torch._foreach_copy_(plan.targets(layer), [*keys, *values])
 
 
 def _decode(plan: StepPlan, layer: int, q: Tensor, features: Features, partial: Partial) -> Tensor:
     """Output of the decoding rows, `[Hq, R, Dv]`."""
     blocks = plan.blocks(features.window)
-    parts = [_block(plan, block, layer, q, features, partial) for block in blocks]
-    if len(parts) == 1:
-        out, lse = parts[0]
-    elif all(block.rows is None for block in blocks):
-        lses = torch.stack([lse for _, lse in parts])
-        out, lse = merge(torch.stack([out for out, _ in parts]), lses), lses
-    else:
-        out, lse = _scatter(plan, q, blocks, parts)
-    return _with_sinks(out, lse, features.sinks)
-
-
-def _block(
-    plan: StepPlan, block: Block, layer: int, q: Tensor, features: Features, partial: Partial
-) -> tuple[Tensor, Tensor]:
-    rows = slice(block.first, block.last)
-    queries = q if block.rows is None else q[:, plan.index(block.rows, block.rows, q.device)]
-    return partial(
-        queries,
-        block.segment.keys[layer][:, rows],
-        block.segment.values[layer][:, rows],
-        scaling=features.scaling,
-        softcap=features.softcap,
-    )
-
-
-def _scatter(
-    plan: StepPlan,
-    q: Tensor,
-    blocks: tuple[Block, ...],
-    parts: list[tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
-    """Merge parts that belong to some rows only: one slot for each depth of the paths."""
-    n_slots = 1 + max(block.slot for block in blocks)
-    shape = (n_slots, q.shape[0], q.shape[1])
-    outputs = q.new_zeros((*shape, parts[0][0].shape[-1]), dtype=torch.float32)
-    lses = q.new_full(shape, float("-inf"), dtype=torch.float32)
-    for block, (out, lse) in zip(blocks, parts, strict=True):
+    # The query heads of a KV group are queries of one head, so that K and V are read once for
+    # them: `G` heads of `r` rows make `[H, G * r, D]`. They stay so until the parts are merged.
+    grouped = q.view(blocks[0].keys[layer].shape[0], -1, *q.shape[1:])
+    shape = q.shape[:2]
+    everyone = grouped.flatten(1, 2)
+    singles = grouped.unbind(2) if plan.has_single(blocks) else ()
+    outputs, lses = [], []
+    for block in blocks:
         if block.rows is None:
-            outputs[block.slot], lses[block.slot] = out, lse
+            queries = everyone
+        elif len(block.rows) == 1:
+            queries = singles[block.rows[0]]
         else:
-            rows = plan.index(block.rows, block.rows, q.device)
-            outputs[block.slot][:, rows], lses[block.slot][:, rows] = out.float(), lse
-    return merge(outputs, lses), lses
+            members = plan.index(block.rows, block.rows, q.device)
+            queries = grouped.index_select(2, members).flatten(1, 2)
+        out, lse = partial(
+            queries,
+            block.keys[layer],
+            block.values[layer],
+            scaling=features.scaling,
+            softcap=features.softcap,
+        )
+        outputs.append(out)
+        lses.append(lse)
+    if len(blocks) == 1:
+        out, lse = outputs[0], lses[0]
+        return _with_sinks(out.reshape(*shape, -1), lse.reshape(shape), features.sinks)
+    if all(block.rows is None for block in blocks):
+        parts, sums = torch.stack(outputs), torch.stack(lses)
+    else:
+        parts, sums = _side_by_side(plan, features.window, grouped.shape[1], outputs, lses)
+    out = merge(parts, sums).reshape(*shape, -1)
+    return _with_sinks(out, sums.reshape(-1, *shape), features.sinks)
+
+
+def _side_by_side(
+    plan: StepPlan, window: int | None, n_group: int, outputs: list[Tensor], lses: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Parts that belong to some rows only, sorted into one slot for each depth of the paths.
+
+    Args:
+        plan: The step.
+        window: The layer's sliding window.
+        n_group: Query heads of a KV head, `G`.
+        outputs: `[H, G * r, Dv]` of every block, `r` rows each.
+        lses: `[H, G * r]` of every block.
+
+    Returns:
+        The parts, `[slots, H, G * R, Dv]`, and their log-sum-exps, -inf where a row has none.
+    """
+    places, holes = plan.places(window, n_group, lses[0].device)
+    n_kv = lses[0].shape[0]
+    parts = torch.cat(outputs, 1).index_select(1, places).view(n_kv, *holes.shape, -1)
+    sums = torch.cat(lses, 1).index_select(1, places).view(n_kv, *holes.shape) + holes
+    return parts.transpose(0, 1), sums.transpose(0, 1)
 
 
 def _prefill(
@@ -139,16 +154,13 @@ def _prefill(
     if window is None or row.n_new <= window:
         parts = [partial(q, k, v, scaling=scaling, is_causal=True, softcap=softcap)]
     else:
-        order = torch.arange(row.n_new, device=q.device)
-        gap = order.unsqueeze(1) - order.unsqueeze(0)
-        seen = (gap >= 0) & (gap < window)
+        seen = plan.band(i, window, q.device)
         parts = [partial(q, k, v, scaling=scaling, visible=seen, softcap=softcap)]
     for segment in plan.lineage(i):
         oldest = 0 if window is None else row.position - window + 1
         if segment.n_rows == 0 or oldest >= segment.end:
             continue
-        keys, values = segment.keys[layer], segment.values[layer]
-        keys, values = keys[:, : segment.n_rows], values[:, : segment.n_rows]
+        keys, values = (rows[layer] for rows in plan.counted(segment))
         visible = None
         if window is not None and oldest + row.n_new - 1 > segment.start:
             visible = plan.visible(i, segment, window, q.device)

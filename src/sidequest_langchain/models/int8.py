@@ -1,7 +1,7 @@
 """Linear layers with int8 weights on a CPU: what is computed, and with which kernel.
 
 Weights are int8 per output channel. Activations are not cut down to int8, which loses models with
-outlier channels: each token's vector is the sum of three integer vectors of 7 bits, each 127 times
+outlier channels: each token's vector is the sum of three integer vectors of 7 bits, each 128 times
 as fine as the one before, about as good as fp32 next to the vector's largest value. All go through
 one integer product, whose sums over the channels are exact: a token's output does not depend on
 its batch-mates, on chunks or on the processor. It must not know models.
@@ -20,17 +20,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-BASE, HIGH = 127, 63
-"""A slice counts -63..63, in steps `BASE` times as large as those of the next one.
-
-With 7 bits the sum of two products stays below 2^15, so that processors without VNNI, which add
+BITS = 7
+"""Of a slice. The sum of two products stays below 2^15, so that processors without VNNI, which add
 pairs in 16 bits, do not saturate."""
 
-STEPS = HIGH * BASE**2
+BASE = 1 << BITS
+"""Steps of one slice in a step of the next coarser one."""
+
+ZERO = BASE // 2
+"""What stands for 0 in a slice: the kernel takes unsigned bytes."""
+
+STEPS = (ZERO - 1) * BASE**2
 """A token's largest value, in steps of the finest slice."""
 
-ZERO = 64
-"""What stands for 0 in the unsigned bytes that the kernel takes."""
+BLOCK_BYTES = 2**23
+"""Of products at a time: larger fresh memory comes from the system page by page, every time."""
+
+_MIDDLE = ZERO * (BASE**2 + BASE + 1)
+"""What stands for 0 in all slices together."""
 
 
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,20 +61,23 @@ def split_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         x: fp32 `[T, K]`.
 
     Returns:
-        Bytes `[3 T, K]`, the coarsest slice first, `ZERO` added; and the rows' largest
-        magnitudes, fp32 `[T, 1]`. `join_rows` of the slices, times the magnitude, is near `x`.
+        Bytes `[3 T, K]`, the coarsest slice first, each with `ZERO` added; and the rows' largest
+        magnitudes, fp32 `[T, 1]`.
     """
     peak = x.abs().amax(-1, keepdim=True).clamp_min_(1e-30)
-    steps = (x * (STEPS / peak)).round_()
-    coarse = (steps * (1 / BASE**2)).round_()
-    rest = torch.add(steps, coarse, alpha=-(BASE**2))
-    middle = (rest * (1 / BASE)).round_()
-    fine = torch.add(rest, middle, alpha=-BASE)
-    return torch.cat((coarse, middle, fine)).add_(ZERO).to(torch.uint8), peak
+    # Truncated: the half makes it round.
+    steps = (x * (STEPS / peak)).add_(_MIDDLE + 0.5).to(torch.int32)
+    slices = [part.to(torch.uint8) for part in (steps >> 2 * BITS, steps >> BITS, steps)]
+    # Joined as bytes: fresh memory for long prompts costs more than the arithmetic.
+    return torch.cat(slices).bitwise_and_(BASE - 1), peak
 
 
 def join_rows(slices: Tensor) -> Tensor:
-    """What three stacked slices, `[3 T, N]`, stand for, in units of a row's peak: `[T, N]`."""
+    """What three stacked slices without their `ZERO`, `[3 T, N]`, stand for.
+
+    Returns:
+        `[T, N]`; 1 / `STEPS` of it is in units of a row's peak.
+    """
     coarse, middle, fine = slices.chunk(3)
     return torch.add(fine, torch.add(middle, coarse, alpha=BASE), alpha=BASE)
 
@@ -87,6 +97,7 @@ class Int8Product:
         self._scales = torch.cat([scales for _, scales in quantised]) / STEPS
         self._packed: Tensor = torch.ops.onednn.qlinear_prepack(codes, [3, self.in_features])
         self._zeros = torch.zeros(len(codes), dtype=torch.int32)
+        self._n_rows = max(32, BLOCK_BYTES // (3 * 4 * len(codes)))
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
             parts = [
@@ -98,6 +109,14 @@ class Int8Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Outputs of all layers side by side, fp32 `[T, N]`, for `x` `[T, K]`."""
+        if len(x) <= self._n_rows:
+            return self._block(x)
+        out = x.new_empty(len(x), sum(self.sizes))
+        for at in range(0, len(x), self._n_rows):
+            out[at : at + self._n_rows] = self._block(x[at : at + self._n_rows])
+        return out
+
+    def _block(self, x: Tensor) -> Tensor:
         codes, peak = split_rows(x)
         out: Tensor = torch.ops.onednn.qlinear_pointwise(
             codes, 1.0, ZERO, self._packed, self._scales, self._zeros,
@@ -122,6 +141,8 @@ class Int8Group:
         The same tensor object, that is: who changes `x` in place between two layers of a group
         gets the first's view of it. transformers' models do not.
         """
+        if x.numel() == 0:  # no token wants logits in this step
+            return x.new_empty(*x.shape[:-1], self.product.sizes[index])
         last = self._last  # one read: another thread may run the same model
         if last is None or last[0] is not x or last[1][index] is None:
             rows = x.reshape(-1, x.shape[-1])

@@ -5,6 +5,7 @@ It must not know the engine that will run it.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,9 +108,8 @@ def load(
         quantised = None
         if wants_int8 and not getattr(model, "is_quantized", False):
             quantised = _quantise(model, tokenizer, files.name, is_asked=quantization == "int8")
-    logger.info(
-        "loaded %s: %s on %s, %s", files.name, model.dtype, model.device, quantised or "dense"
-    )
+    weights = quantised or ("packed" if getattr(model, "is_quantized", False) else "dense")
+    logger.info("loaded %s: %s on %s, %s", files.name, model.dtype, model.device, weights)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -146,10 +146,13 @@ def _load_weights(files: ModelFiles, placement: Placement) -> PreTrainedModel:
     Raises:
         ModelFilesError: The checkpoint lacks weights; transformers would make them up.
     """
+    device_map = placement.device_map
+    if device_map is None and placement.device is not None and _is_packed(files.folder):
+        device_map = {"": str(placement.device)}  # packed weights are placed as they are loaded
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         files.folder,
         dtype=placement.dtype or "auto",
-        device_map=placement.device_map,
+        device_map=device_map,
         local_files_only=True,
         trust_remote_code=False,
         output_loading_info=True,
@@ -168,6 +171,12 @@ def _load_weights(files: ModelFiles, placement: Placement) -> PreTrainedModel:
     model.train(mode=False)
     model.requires_grad_(requires_grad=False)
     return model
+
+
+def _is_packed(folder: Path) -> bool:
+    """Whether the checkpoint was saved by one of transformers' quantisers."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return isinstance(config, dict) and config.get("quantization_config") is not None
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""What has to hold, and what it costs, on an accelerator: the stages of `benchmarks.gpu_check`."""

@@ -1,0 +1,126 @@
+"""The K/V rows of one segment in all layers: what is allocated, copied and freed at once.
+
+It must not know tokens or the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sidequest_langchain.kv.layout import KVLayout
+
+
+class Storage:
+    """Room for `capacity` rows of K and V in every layer.
+
+    Layers that are alike lie in one allocation, so that growing, cutting and freeing cost one
+    operation, not two a layer; layers that differ have two tensors each.
+
+    All copies are made before anything is let go: where memory ends, nothing has happened.
+    """
+
+    __slots__ = ("_whole", "capacity", "keys", "values")
+
+    def __init__(
+        self, keys: list[Tensor], values: list[Tensor], capacity: int, whole: Tensor | None = None
+    ) -> None:
+        self.keys = keys
+        """K of every layer, `[H, capacity, D]`."""
+        self.values = values
+        """V of every layer, `[H, capacity, Dv]`."""
+        self.capacity = capacity
+        self._whole = whole
+        """K of all layers, then V, `[2 L, H, capacity, D]`; `None` where layers differ."""
+
+    @classmethod
+    def of(cls, layout: KVLayout, capacity: int) -> Storage:
+        """Room for `capacity` rows; their values are undefined."""
+        if _is_even(layout):
+            layer = layout[0]
+            shape = (2 * len(layout), layer.n_kv_heads, capacity, layer.key_dim)
+            return cls._of_whole(torch.empty(shape, dtype=layer.dtype, device=layer.device))
+        keys, values = (
+            [
+                torch.empty((s.n_kv_heads, capacity, dim), dtype=s.dtype, device=s.device)
+                for s, dim in zip(layout, dims, strict=True)
+            ]
+            for dims in ([s.key_dim for s in layout], [s.value_dim for s in layout])
+        )
+        return cls(keys, values, capacity)
+
+    @classmethod
+    def _of_whole(cls, whole: Tensor) -> Storage:
+        views = whole.unbind(0)
+        n_layers = len(views) // 2
+        return cls(list(views[:n_layers]), list(views[n_layers:]), whole.shape[2], whole)
+
+    @classmethod
+    def joined(cls, storages: Sequence[Storage], places: Sequence[tuple[int, int]]) -> Storage:
+        """A new storage with rows `first..last` of each of some storages, one after another."""
+        wholes = [s._whole for s in storages]
+        if wholes[0] is not None:
+            cut = [
+                whole.narrow(2, first, last - first)
+                for whole, (first, last) in zip(wholes, places, strict=True)
+                if whole is not None
+            ]
+            return cls._of_whole(torch.cat(cut, 2))
+        parts = [s.views(*place) for s, place in zip(storages, places, strict=True)]
+        keys = [torch.cat(layer, 1) for layer in zip(*(k for k, _ in parts), strict=True)]
+        values = [torch.cat(layer, 1) for layer in zip(*(v for _, v in parts), strict=True)]
+        return cls(keys, values, sum(last - first for first, last in places))
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes allocated."""
+        if self._whole is not None:
+            return self._whole.untyped_storage().nbytes()
+        return sum(t.untyped_storage().nbytes() for t in (*self.keys, *self.values))
+
+    def views(self, first: int, last: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Rows `first..last` of K and of V in every layer."""
+        if first == 0 and last == self.capacity:
+            return self.keys, self.values
+        if self._whole is not None:
+            views = self._whole.narrow(2, first, last - first).unbind(0)
+            return views[: len(self.keys)], views[len(self.keys) :]
+        return _cut(self.keys, first, last), _cut(self.values, first, last)
+
+    def copy(self, first: int, last: int) -> Storage:
+        """A new storage that holds rows `first..last` and has no room for more."""
+        if self._whole is not None:
+            return Storage._of_whole(_cloned(self._whole.narrow(2, first, last - first)))
+        keys = [_cloned(t) for t in _cut(self.keys, first, last)]
+        values = [_cloned(t) for t in _cut(self.values, first, last)]
+        return Storage(keys, values, last - first)
+
+    def resized(self, n_rows: int, capacity: int) -> Storage:
+        """A new storage with the first `n_rows` rows and room for `capacity`."""
+        if self._whole is not None:
+            return Storage._of_whole(_resized(self._whole, n_rows, capacity))
+        keys = [_resized(t, n_rows, capacity) for t in self.keys]
+        values = [_resized(t, n_rows, capacity) for t in self.values]
+        return Storage(keys, values, capacity)
+
+
+def _is_even(layout: KVLayout) -> bool:
+    """Whether K and V of all layers have one shape, dtype and device."""
+    return len(set(layout)) == 1 and layout[0].key_dim == layout[0].value_dim
+
+
+def _cut(tensors: list[Tensor], first: int, last: int) -> list[Tensor]:
+    return [t[:, first:last] for t in tensors]
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _resized(old: Tensor, n_rows: int, capacity: int) -> Tensor:
+    shape = (*old.shape[:-2], capacity, old.shape[-1])
+    new = torch.empty(shape, dtype=old.dtype, device=old.device)
+    new.narrow(-2, 0, n_rows).copy_(old.narrow(-2, 0, n_rows))
+    return new
