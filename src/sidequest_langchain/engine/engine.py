@@ -25,6 +25,7 @@ from sidequest_langchain.engine.segments import KVSegments
 from sidequest_langchain.engine.self_test import self_test
 from sidequest_langchain.engine.sequence import Sequence
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
+from sidequest_langchain.engine.workers import give_workers_back
 from sidequest_langchain.errors import ContextLengthError, RequestError
 
 ChatTemplate: TypeAlias = str | dict[str, str] | None
@@ -84,6 +85,7 @@ class Engine:
         """What the weights came from; kept alive with the engine."""
         self.replies = self._core.replies
         self.kv = KVSegments(self._core)
+        give_workers_back()
         self._core.start()
         # Also at exit of the interpreter: a thread inside of torch must not outlive it.
         self._finalizer = weakref.finalize(self, self._core.stop)
@@ -108,6 +110,7 @@ class Engine:
             context_length=self.context_length,
             eos_ids=self.eos_ids,
         )
+        give_workers_back()
         self._core.add(sequence)
         return Ticket(self._core, sequence)
 
