@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import engine_steps, step_cost
+from benchmarks import engine_steps, int8_weights, start, step_cost
 from benchmarks.command import main
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("real_smollm")]
@@ -34,6 +34,24 @@ def test_step_cost(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(document["rows"]) == {"16", "64", "128", "256"}
     assert document["segments_ratio"] > 0
     assert document["idle_nodes_ratio"] > 0
+
+
+def test_int8_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "smollm2-135m", "--tokens", "260", "--rounds", "1"]
+    assert int8_weights.main(words) == 0
+    document = _last_line(capsys.readouterr().out)
+    kl = [document["slices"][n]["kl"] for n in "123"]
+    assert 0 < kl[2] < 0.02 < kl[0]
+    apart = [document["slices"][n]["apart_max"] for n in "123"]
+    assert apart[2] < 0.1 * apart[1]
+    assert apart[2] < 30 * document["dense"]["apart_max"]
+
+
+def test_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start.main(["--model", "smollm2-135m", "--rounds", "1"]) == 0
+    document = _last_line(capsys.readouterr().out)
+    assert set(document["first_token_s"]) == {"auto", "none"}
+    assert all(found["median"] > 0 for found in document["first_token_s"].values())
 
 
 def test_a_smoke_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sidequest_langchain.models import int8
 from sidequest_langchain.models.int8 import (
     BASE,
     STEPS,
@@ -97,6 +98,17 @@ class TestProduct:
 
         for at, n in ((0, 1), (3, 2), (5, 9), (20, 33)):
             assert torch.equal(product(x[at : at + n]), together[at : at + n])
+
+    @pytest.mark.parametrize("has_bias", [True, False])
+    def test_blocks_of_rows_are_the_rows(self, has_bias, monkeypatch):
+        monkeypatch.setattr(int8, "BLOCK_BYTES", 0)  # 32 rows at a time
+        x, bias = spread(101, 64), spread(96, seed=3) if has_bias else None
+        product = Int8Product([spread(96, 64, seed=2)], [bias])
+        monkeypatch.undo()
+        whole = Int8Product([spread(96, 64, seed=2)], [bias])
+
+        assert (product._n_rows, whole._n_rows > 101) == (32, True)
+        assert torch.equal(product(x), whole(x))
 
     def test_a_bias_is_added_and_a_missing_one_is_not(self):
         x, weights = spread(4, 64), [spread(8, 64, seed=1), spread(5, 64, seed=2)]

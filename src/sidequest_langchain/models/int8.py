@@ -97,7 +97,7 @@ class Int8Product:
         self._scales = torch.cat([scales for _, scales in quantised]) / STEPS
         self._packed: Tensor = torch.ops.onednn.qlinear_prepack(codes, [3, self.in_features])
         self._zeros = torch.zeros(len(codes), dtype=torch.int32)
-        self._n_rows = max(32, BLOCK_BYTES // (3 * 4 * len(codes)))
+        self._n_rows = max(32, BLOCK_BYTES // (3 * 4 * max(codes.shape)))
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
             parts = [
@@ -112,20 +112,22 @@ class Int8Product:
         if len(x) <= self._n_rows:
             return self._block(x)
         out = x.new_empty(len(x), sum(self.sizes))
-        for at in range(0, len(x), self._n_rows):
-            out[at : at + self._n_rows] = self._block(x[at : at + self._n_rows])
+        for part, into in zip(
+            torch.split(x, self._n_rows), torch.split(out, self._n_rows), strict=True
+        ):
+            self._block(part, into)
         return out
 
-    def _block(self, x: Tensor) -> Tensor:
+    def _block(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         codes, peak = split_rows(x)
-        out: Tensor = torch.ops.onednn.qlinear_pointwise(
+        product: Tensor = torch.ops.onednn.qlinear_pointwise(
             codes, 1.0, ZERO, self._packed, self._scales, self._zeros,
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
-        total = join_rows(out)
+        total = join_rows(product)
         if self._bias is None:
-            return total.mul_(peak)
-        return torch.addcmul(self._bias, total, peak)
+            return torch.mul(total, peak, out=out)
+        return torch.addcmul(self._bias, total, peak, out=out)
 
 
 class Int8Group:
