@@ -15,6 +15,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.initialization import no_init_weights
 
 _SHAPES = {
     "qwen2-0.5b": (
@@ -80,7 +81,7 @@ def made(shape: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0)
 
 def _no_init() -> object:
     """Weights are drawn by `_spread`; to initialise them too would cost seconds on a host."""
-    return transformers.initialization.no_init_weights()
+    return no_init_weights()
 
 
 @torch.no_grad()
