@@ -29,6 +29,7 @@ from langgraph.graph.state import CompiledStateGraph
 from langgraph.types import Send
 
 from sidequest_langchain import SideQuestChatModel, attach
+from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.request import GenerationRequest, SamplingParams
 from sidequest_langchain.labels import StepLabel
@@ -152,7 +153,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(argv)
-    model = SideQuestChatModel(model=args.model, max_tokens=args.new_tokens, temperature=0.0)
+    model = SideQuestChatModel(
+        model=args.model,
+        max_tokens=args.new_tokens,
+        temperature=0.0,
+        cache=CacheConfig(prompt_lookup=0),  # a step is one token a row
+    )
     trunk = trunk_ids(model.engine, args.trunk_tokens)
     siblings = measure_siblings(model.engine, trunk, args.new_tokens, args.rounds)
     model.kv.clear()

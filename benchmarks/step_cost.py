@@ -141,9 +141,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args(argv)
-    model = SideQuestChatModel(model=args.model)
+    # Without guesses, whose number depends on the text: a step is one token a row.
+    model = SideQuestChatModel(model=args.model, cache=CacheConfig(prompt_lookup=0))
     # Other settings of the cache mean another tree over the same weights.
-    other = SideQuestChatModel(model=args.model, cache=CacheConfig(max_running=_AT_ONCE + 1))
+    other = SideQuestChatModel(
+        model=args.model, cache=CacheConfig(prompt_lookup=0, max_running=_AT_ONCE + 1)
+    )
     steps = [args.rows // 4, args.rows, 2 * args.rows, 4 * args.rows]
     rows = by_rows(model.engine, steps, args)
     segments = by_segments(model.engine, args)

@@ -24,6 +24,7 @@ from sidequest_langchain.engine.replies import Reply, ReplyLog
 from sidequest_langchain.engine.request import Failed, Finished, FinishReason
 from sidequest_langchain.engine.scheduler import Scheduler, Share
 from sidequest_langchain.engine.sequence import Sequence
+from sidequest_langchain.engine.workers import give_workers_back
 from sidequest_langchain.errors import EngineClosedError, RequestCancelledError, RequestError
 from sidequest_langchain.kv.receipts import ReleaseReceipt
 from sidequest_langchain.kv.tree import SegmentTree
@@ -35,11 +36,9 @@ T = TypeVar("T")
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}
 """Prompt tokens fed in one step, by device."""
 
-N_GUESSES = 7
-"""Tokens guessed ahead for one request in one step."""
-
+N_GUESSES = 7  # tokens guessed ahead for one request in one step
 GUESS_ROOM = {"cpu": 8}
-"""Tokens of a step, guesses included, up to which another one costs little, by device."""
+"""Tokens of a step, guesses included, up to which one more costs little, by device."""
 
 
 class EngineCore:
@@ -184,6 +183,8 @@ class EngineCore:
 
     def _read_inbox(self, *, is_idle: bool) -> None:
         if is_idle:
+            if self._inbox.empty():
+                give_workers_back()  # the cores are another engine's, or the caller's, now
             self._inbox.get()()
         while True:
             try:
@@ -213,7 +214,6 @@ class EngineCore:
         elif len(shares) == 1:
             self._fail([shares[0].sequence], found)
         else:
-            # Whose fault it is shows when each runs alone; nothing was counted yet.
             logger.debug("a step of %d requests failed; each runs alone", len(shares))
             for share in shares:
                 self._run([share])
@@ -226,8 +226,7 @@ class EngineCore:
         for share in shares:
             if share.is_stored:
                 self._extend(share.sequence, share.tokens[: len(share.tokens) - share.n_guesses])
-        # Nothing ends before all rows are counted: who ends may share its rows with a sibling that
-        # runs, whose storage is cut for it to what was counted.
+        # Nothing ends before all rows are counted: it may cut a running sibling's storage to those.
         outcomes: list[FinishReason | BaseException | None] = []
         at = 0
         for share, n_wanted in sampled:

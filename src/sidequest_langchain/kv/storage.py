@@ -22,18 +22,17 @@ class Storage:
     All copies are made before anything is let go: where memory ends, nothing has happened.
     """
 
-    __slots__ = ("_whole", "capacity", "keys", "values")
+    __slots__ = ("_keys", "_values", "_whole", "capacity")
 
     def __init__(
         self, keys: list[Tensor], values: list[Tensor], capacity: int, whole: Tensor | None = None
     ) -> None:
-        self.keys = keys
-        """K of every layer, `[H, capacity, D]`."""
-        self.values = values
-        """V of every layer, `[H, capacity, Dv]`."""
+        self._keys, self._values = keys, values
         self.capacity = capacity
         self._whole = whole
-        """K of all layers, then V, `[2 L, H, capacity, D]`; `None` where layers differ."""
+        """K of all layers, then V, `[2 L, H, capacity, D]`; `None` where layers differ. Its views
+        are made when they are asked for: kept, thousands of idle segments would be a hundred
+        thousand objects for the garbage collector."""
 
     @classmethod
     def of(cls, layout: KVLayout, capacity: int) -> Storage:
@@ -53,9 +52,7 @@ class Storage:
 
     @classmethod
     def _of_whole(cls, whole: Tensor) -> Storage:
-        views = whole.unbind(0)
-        n_layers = len(views) // 2
-        return cls(list(views[:n_layers]), list(views[n_layers:]), whole.shape[2], whole)
+        return cls([], [], whole.shape[2], whole)
 
     @classmethod
     def joined(cls, storages: Sequence[Storage], places: Sequence[tuple[int, int]]) -> Storage:
@@ -74,35 +71,44 @@ class Storage:
         return cls(keys, values, sum(last - first for first, last in places))
 
     @property
+    def keys(self) -> list[Tensor]:
+        """K of every layer, `[H, capacity, D]`."""
+        return list(self.views(0, self.capacity)[0])
+
+    @property
+    def values(self) -> list[Tensor]:
+        """V of every layer, `[H, capacity, Dv]`."""
+        return list(self.views(0, self.capacity)[1])
+
+    @property
     def n_bytes(self) -> int:
         """Bytes allocated."""
         if self._whole is not None:
             return self._whole.untyped_storage().nbytes()
-        return sum(t.untyped_storage().nbytes() for t in (*self.keys, *self.values))
+        return sum(t.untyped_storage().nbytes() for t in (*self._keys, *self._values))
 
     def views(self, first: int, last: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Rows `first..last` of K and of V in every layer."""
-        if first == 0 and last == self.capacity:
-            return self.keys, self.values
         if self._whole is not None:
             views = self._whole.narrow(2, first, last - first).unbind(0)
-            return views[: len(self.keys)], views[len(self.keys) :]
-        return _cut(self.keys, first, last), _cut(self.values, first, last)
+            n_layers = len(views) // 2
+            return views[:n_layers], views[n_layers:]
+        return _cut(self._keys, first, last), _cut(self._values, first, last)
 
     def copy(self, first: int, last: int) -> Storage:
         """A new storage that holds rows `first..last` and has no room for more."""
         if self._whole is not None:
             return Storage._of_whole(_cloned(self._whole.narrow(2, first, last - first)))
-        keys = [_cloned(t) for t in _cut(self.keys, first, last)]
-        values = [_cloned(t) for t in _cut(self.values, first, last)]
+        keys = [_cloned(t) for t in _cut(self._keys, first, last)]
+        values = [_cloned(t) for t in _cut(self._values, first, last)]
         return Storage(keys, values, last - first)
 
     def resized(self, n_rows: int, capacity: int) -> Storage:
         """A new storage with the first `n_rows` rows and room for `capacity`."""
         if self._whole is not None:
             return Storage._of_whole(_resized(self._whole, n_rows, capacity))
-        keys = [_resized(t, n_rows, capacity) for t in self.keys]
-        values = [_resized(t, n_rows, capacity) for t in self.values]
+        keys = [_resized(t, n_rows, capacity) for t in self._keys]
+        values = [_resized(t, n_rows, capacity) for t in self._values]
         return Storage(keys, values, capacity)
 
 

@@ -218,9 +218,10 @@ class SegmentTree(RadixTree):
     def _twin(self, segment: Segment, siblings: Sequence[Segment]) -> tuple[Segment | None, int]:
         """The sibling to share with: the closed one if there is one, else the longest match."""
         twin, n_most = None, 0
-        for sibling in siblings:
-            n = 0 if sibling is segment else n_common(sibling.token_ids, segment.token_ids)
-            if n and not sibling.is_open:
+        first = segment.token_ids[:1]  # most of a thousand dead branches begin otherwise
+        for sibling in (s for s in siblings if s is not segment and s.token_ids[:1] == first):
+            n = n_common(sibling.token_ids, segment.token_ids)
+            if not sibling.is_open:
                 return sibling, n
             if n > n_most:
                 twin, n_most = sibling, n
