@@ -79,7 +79,7 @@ def test_a_trunk_of_1000_tokens_in_8_branches(make_engine: MakeEngine) -> None:
 def test_released_storages_are_gone(engine: Engine) -> None:
     """No view keeps the storage of a whole prefill alive."""
     run(engine, ask(ids(64), 1, call="first"))
-    whole = weakref.ref(next(iter(engine._core.tree.segments())).keys[0])
+    whole = weakref.ref(next(iter(engine._core.tree.segments())).storage._whole)
     for n in range(1, 4):
         run(engine, ask([*ids(16 * n), *ids(48, seed=n)], 1, call=str(n)))
     gc.collect()

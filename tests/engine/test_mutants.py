@@ -127,8 +127,8 @@ def tail_is_shifted(patch: Patch) -> None:
     def around(cut: Any, self: RadixTree, segment: Segment, n_head: int) -> Segment:
         head: Segment = cut(self, segment, n_head)
         if head is not segment:
-            for tensors in (segment.keys, segment.values):
-                tensors[:] = [t.roll(1, dims=1) for t in tensors]
+            for rows in (*segment.keys, *segment.values):
+                rows.copy_(rows.roll(1, dims=1))
         return head
 
     wrapped(RadixTree, "_cut", around)(patch)
