@@ -75,6 +75,12 @@ class TestQuantised:
         )
         assert done.kl > 0
 
+    def test_a_short_context_is_probed_as_far_as_it_goes(self):
+        model = tiny_model("gpt2", max_position_embeddings=32)
+
+        assert len(IDS) > 32
+        assert quantise_weights(model, IDS, most_kl=1.0).kl < 1.0
+
     def test_a_model_that_says_something_else_stays_as_it_was(self):
         model = tiny_model("llama")
         before, layers = logits(model), linears(model)

@@ -98,7 +98,9 @@ def quantise_weights(
     objection = _check_kernel()
     if objection is not None:
         raise QuantisationError(objection)
-    ids = torch.tensor([list(probe_ids)])
+    # Learned positions end with the context: a short one is probed as far as it goes.
+    n_most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    ids = torch.tensor([list(probe_ids)[:n_most]])
     expected = _log_probabilities(model, ids)
     dense = [(place, place.layers()) for place in places]
     n_bytes = 0
