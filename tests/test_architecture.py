@@ -24,7 +24,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "sidequest_langchain"
 
 # Rooms of one floor, left to right: a room may import those to its left, no other way round.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "config", "labels"),
+    ("_version", "errors", "kinds", "config", "labels"),
     ("kv",),
     ("policy",),
     ("models", "engine"),
