@@ -1,0 +1,208 @@
+"""Layers of a packed block that are alike, in a few tensors; they must not know offsets.
+
+`ExactLayers` are exempt from packing, `GridLayers` are quantised. Each gives the same numbers for
+a row whatever it is loaded with, and whatever was cut off beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sidequest_langchain.kv import quantise
+from sidequest_langchain.kv.quantise import GROUP, Grid
+
+Rows = tuple[Tensor, Tensor]
+"""K `[H, n, D]` and V `[H, n, Dv]` of one layer."""
+
+
+class Layers(Protocol):
+    """Rows of some layers that have one shape, dtype and device."""
+
+    def load(self, place: int, first: int, last: int) -> Rows:
+        """Rows `first..last` of the layer at `place`."""
+        ...
+
+    def cut(self, first: int, last: int) -> Layers:
+        """Rows `first..last` in storages of their own."""
+        ...
+
+    def kept(self, rows: Tensor) -> Layers:
+        """Some rows, ascending, `[n]` long on the CPU, in storages of their own."""
+        ...
+
+    def moved_to(self, device: torch.device) -> Layers:
+        """The same on a device; itself where it is there."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is stored."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExactLayers:
+    """Rows at full precision."""
+
+    keys: Tensor
+    """`[L, H, S, D]`."""
+    values: Tensor
+    """`[L, H, S, Dv]`."""
+
+    @classmethod
+    def pack(cls, layers: Sequence[Rows]) -> ExactLayers:
+        """A copy of the rows."""
+        return cls(torch.stack([k for k, _ in layers]), torch.stack([v for _, v in layers]))
+
+    def load(self, place: int, first: int, last: int) -> Rows:
+        """Rows `first..last`: views, not to be written."""
+        n = last - first
+        return self.keys[place].narrow(1, first, n), self.values[place].narrow(1, first, n)
+
+    def cut(self, first: int, last: int) -> ExactLayers:
+        """Rows `first..last`, exact."""
+        return ExactLayers(*(_cut(t, first, last) for t in (self.keys, self.values)))
+
+    def kept(self, rows: Tensor) -> ExactLayers:
+        """Some rows, exact."""
+        rows = rows.to(self.keys.device)
+        return ExactLayers(self.keys.index_select(2, rows), self.values.index_select(2, rows))
+
+    def moved_to(self, device: torch.device) -> ExactLayers:
+        """The same on a device."""
+        return ExactLayers(self.keys.to(device), self.values.to(device))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """K and V."""
+        return {"keys": self.keys, "values": self.values}
+
+
+@dataclass(frozen=True, slots=True)
+class GridLayers:
+    """Quantised rows.
+
+    Rows of a group are neighbours, and as long as nothing was dropped from their middle, row `r`
+    is in group `(skip + r) // 64`. Otherwise `groups` says where it is.
+    """
+
+    bits: int
+    value_dim: int
+    codes: Tensor
+    """uint8 `[L, planes, H, S, bytes]`, see `quantise.laid_out`."""
+    key_scale: Tensor
+    """float32 `[L, H, G, D]`."""
+    key_zero: Tensor
+    """`[L, H, G, D]`; its dtype is the rows'."""
+    value_scale: Tensor
+    """float32 `[L, H, S, 1]`."""
+    value_zero: Tensor
+    """`[L, H, S, 1]`."""
+    skip: int = 0
+    """Rows of the first group that are not here any more."""
+    groups: Tensor | None = None
+    """int32 `[S]`, ascending."""
+
+    @classmethod
+    def pack(cls, layers: Sequence[Rows], bits: int) -> GridLayers:
+        """Quantise the rows, one layer after the other: a float32 copy of one layer at a time.
+
+        Raises:
+            ValueError: A row holds NaN or infinity, or spans more than float32 does.
+        """
+        made = []
+        for keys, values in layers:
+            k, v = quantise.key_grid(keys, bits), quantise.value_grid(values, bits)
+            finite = torch.isfinite(k.scale).all() & torch.isfinite(v.scale).all()
+            if not finite:
+                msg = "K/V rows hold NaN or infinity; nothing was packed"
+                raise ValueError(msg)
+            codes = quantise.laid_out(
+                quantise.key_codes(keys, k, bits), quantise.value_codes(values, v, bits), bits
+            )
+            made.append((codes, *k, *v))
+        codes, *grid = (torch.stack(parts) for parts in zip(*made, strict=True))
+        key_scale, key_zero, value_scale, value_zero = grid
+        return cls(bits, layers[0][1].shape[2], codes, key_scale, key_zero, value_scale, value_zero)
+
+    def load(self, place: int, first: int, last: int) -> Rows:
+        """Rows `first..last` in new memory, in the dtype they had, rounded once."""
+        n, dtype = last - first, self.key_zero.dtype
+        codes = self.codes[place].narrow(2, first, n)
+        dims = (self.key_zero.shape[-1], self.value_dim)
+        keys, values = quantise.taken_out(codes, self.bits, dims)
+        grid = Grid(self.key_scale[place], self.key_zero[place])
+        if self.groups is None:
+            quantise.put_keys(keys, grid, self.skip + first)
+        else:
+            lines = self.groups.narrow(0, first, n)
+            quantise.put_rows(keys, Grid(*(t.index_select(1, lines) for t in grid)))
+        scale, zero = self.value_scale[place], self.value_zero[place]
+        quantise.put_rows(values, Grid(scale.narrow(1, first, n), zero.narrow(1, first, n)))
+        if dtype == torch.float32:
+            return keys, values
+        return keys.to(dtype), values.to(dtype)
+
+    def cut(self, first: int, last: int) -> GridLayers:
+        """Rows `first..last`; what they load is the same, bit for bit."""
+        start, skip = 0, 0
+        if self.groups is None:
+            start, skip = divmod(self.skip + first, GROUP)
+            end = (self.skip + last - 1) // GROUP + 1
+            groups = None
+        else:
+            groups = self.groups[first:last]
+            start, end = int(groups[0]), int(groups[-1]) + 1
+            groups = groups - start
+        return replace(
+            self,
+            codes=_cut(self.codes, first, last),
+            key_scale=_cut(self.key_scale, start, end),
+            key_zero=_cut(self.key_zero, start, end),
+            value_scale=_cut(self.value_scale, first, last),
+            value_zero=_cut(self.value_zero, first, last),
+            skip=skip,
+            groups=groups,
+        )
+
+    def kept(self, rows: Tensor) -> GridLayers:
+        """Some rows; what they load is the same, bit for bit. Groups without a row go too."""
+        device = self.codes.device
+        lines = (rows + self.skip) // GROUP if self.groups is None else self.groups.cpu()[rows]
+        used, groups = torch.unique(lines, return_inverse=True)
+        rows, used = rows.to(device), used.to(device)
+        return replace(
+            self,
+            codes=self.codes.index_select(3, rows),
+            key_scale=self.key_scale.index_select(2, used),
+            key_zero=self.key_zero.index_select(2, used),
+            value_scale=self.value_scale.index_select(2, rows),
+            value_zero=self.value_zero.index_select(2, rows),
+            skip=0,
+            groups=groups.to(device, torch.int32),
+        )
+
+    def moved_to(self, device: torch.device) -> GridLayers:
+        """The same on a device."""
+        there = {name: t.to(device) for name, t in self.tensors().items()}
+        return GridLayers(bits=self.bits, value_dim=self.value_dim, skip=self.skip, **there)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Codes and grids."""
+        found = {
+            "codes": self.codes,
+            "key_scale": self.key_scale,
+            "key_zero": self.key_zero,
+            "value_scale": self.value_scale,
+            "value_zero": self.value_zero,
+        }
+        return found if self.groups is None else {**found, "groups": self.groups}
+
+
+def _cut(tensor: Tensor, first: int, last: int) -> Tensor:
+    """Rows of `[..., S, D]` in a storage of their own."""
+    part = tensor.narrow(-2, first, last - first)
+    return part.clone(memory_format=torch.contiguous_format)
