@@ -1,0 +1,1 @@
+"""The managed cache: facts about the tree, decisions over them, and the hand that acts."""
