@@ -11,6 +11,8 @@
     │   ├── UnsupportedModelError (ValueError)  the architecture cannot be served exactly
     │   └── ModelFilesError (OSError)           files absent, damaged, unreachable, no room
     ├── CacheError                        the segment tree cannot do what was asked
+    │   ├── ArchiveError                  an archived copy is lost, damaged or another model's
+    │   ├── BudgetExceeded                what must stay resident is more than the budget
     │   └── CacheCorrupted                its books do not balance: a defect of ours
     ├── RequestCancelledError             the request was cancelled while someone waited for it
     └── EngineClosedError (RuntimeError)  the engine was closed while, or before, it was asked
@@ -81,6 +83,14 @@ class ModelFilesError(ModelError, OSError):
 
 class CacheError(SideQuestError):
     """The segment tree cannot do what was asked."""
+
+
+class ArchiveError(CacheError):
+    """A copy in the archive is lost, damaged or made by another model. Nothing was restored."""
+
+
+class BudgetExceeded(CacheError):
+    """What must stay resident takes more than the budget, and nothing more may be given up."""
 
 
 class CacheCorrupted(CacheError):

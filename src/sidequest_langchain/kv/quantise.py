@@ -87,7 +87,14 @@ def put_keys(codes: Tensor, grid: Grid, first: int) -> None:
     """
     # One fused call would round otherwise in its vector part than in its rest, so that a row
     # would depend on what is loaded with it; a product and then a sum do not.
-    for rows, groups in runs(first, first + codes.shape[1]):
+    n_rows = codes.shape[1]
+    if first % GROUP == 0 and n_rows % GROUP == 0:  # the common case, in as few calls as it takes
+        group, n_groups = first // GROUP, n_rows // GROUP
+        scale = grid.scale.narrow(1, group, n_groups).unsqueeze(2)
+        zero = grid.zero.narrow(1, group, n_groups).unsqueeze(2)
+        _grouped(codes, n_groups).mul_(scale).add_(zero)
+        return
+    for rows, groups in runs(first, first + n_rows):
         part = _grouped(codes[:, rows], groups.stop - groups.start)
         part.mul_(grid.scale[:, groups].unsqueeze(2)).add_(grid.zero[:, groups].unsqueeze(2))
 
