@@ -15,6 +15,7 @@ from sidequest_langchain.models.int8 import (
     Int8Linear,
     Int8Product,
     join_rows,
+    only_wanted,
     quantise_rows,
     split_rows,
 )
@@ -178,3 +179,31 @@ class TestGroup:
 
     def test_says_what_it_is(self, layers):
         assert "in_features=64, out_features=32, weights=int8" in repr(layers[1][0])
+
+
+class TestWanted:
+    def groups(self) -> tuple[Int8Linear, Int8Linear]:
+        product = Int8Product([spread(16, 64, seed=1)], [spread(16, seed=2)])
+        before, after = Int8Group(product), Int8Group(product, is_after_attention=True)
+        return Int8Linear(before, 0), Int8Linear(after, 0)
+
+    @pytest.mark.parametrize("wanted", [[], [29], [3, 17, 29]])
+    def test_the_wanted_tokens_are_the_same_to_the_bit_and_the_others_nothing(self, wanted):
+        before, after = self.groups()
+        x = spread(1, 30, 64)
+        whole = before(x)
+        with only_wanted(30, wanted):
+            assert torch.equal(before(x.clone()), whole)
+            got = after(x)
+
+        left_out = [i for i in range(30) if i not in wanted]
+        assert torch.equal(got[0, wanted], whole[0, wanted])
+        assert not got[0, left_out].any()
+        assert torch.equal(after(x), whole)
+
+    def test_a_few_tokens_are_not_worth_it(self):
+        _, after = self.groups()
+        x = spread(1, 9, 64)
+        with only_wanted(9, [7, 8]):
+            assert torch.equal(after(x), after(x.clone()))
+            assert after(x)[0].any(-1).all()

@@ -43,6 +43,19 @@ class TestQuantised:
         assert float((logits(model) - before).abs().mean()) < 0.1 * spread
         assert not torch.equal(logits(model), before)
 
+    def test_only_what_stands_behind_the_last_attention_may_leave_tokens_out(self):
+        model = tiny_model("llama")
+        quantise_weights(model, IDS, most_kl=1.0)
+        last = f"layers.{len(model.model.layers) - 1}."
+        found = {
+            name.partition(last)[2]
+            for name, m in model.named_modules()
+            if isinstance(m, Int8Linear) and m._group._is_after_attention
+        }
+
+        names = {"self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+        assert found == names
+
     def test_a_router_stays_dense(self):
         model = tiny_model("qwen3_moe")
         quantise_weights(model, IDS, most_kl=1.0)

@@ -23,7 +23,7 @@ from sidequest_langchain.engine.attention_hook import ACTIVE, PREFIX, Probe, reg
 from sidequest_langchain.errors import UnsupportedModelError
 from sidequest_langchain.kv.layout import KVLayout, LayerShape
 from sidequest_langchain.kv.step_plan import Row, StepPlan, on_device
-from sidequest_langchain.models.int8 import Int8Linear
+from sidequest_langchain.models.int8 import Int8Linear, only_wanted
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,8 @@ class ModelAdapter:
             # A mask that our attention ignores: without one the model looks for packed sequences
             # in the positions, layer type by layer type, and waits for the answer.
             mask = torch.zeros(1, 1, 1, 1, device=self.device)
-            return self._logits(ids, plan.positions(), last, attention_mask=mask)
+            with only_wanted(len(ids), last):
+                return self._logits(ids, plan.positions(), last, attention_mask=mask)
         finally:
             ACTIVE.reset(token)
 

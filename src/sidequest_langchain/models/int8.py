@@ -15,7 +15,9 @@ an operand into integer slices: Ootomo et al., arXiv:2306.11975, §3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,32 @@ BLOCK_BYTES = 2**23
 
 _MIDDLE = ZERO * (BASE**2 + BASE + 1)
 """What stands for 0 in all slices together."""
+
+
+FEWEST_LEFT_OUT = 8
+"""Tokens that must be left out of a product for it to be worth looking for them."""
+
+_WANTED: ContextVar[Tensor | None] = ContextVar("sidequest_wanted", default=None)
+"""Indices of the tokens whose output is needed, `[W]`; `None` is all."""
+
+
+@contextmanager
+def only_wanted(n_tokens: int, wanted: Sequence[int]) -> Iterator[None]:
+    """Let layers after the last attention compute the wanted tokens only, in this thread.
+
+    Exact for these; the others' output is 0. A prefill wants one token of hundreds, and what the
+    last layer makes of the others nobody reads.
+
+    Args:
+        n_tokens: Tokens of the pass.
+        wanted: Indices of those that logits are wanted of.
+    """
+    is_worth_it = n_tokens - len(wanted) >= FEWEST_LEFT_OUT
+    token = _WANTED.set(torch.tensor(wanted, dtype=torch.long) if is_worth_it else None)
+    try:
+        yield
+    finally:
+        _WANTED.reset(token)
 
 
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,8 +161,15 @@ class Int8Product:
 class Int8Group:
     """Layers that read the same input (queries, keys and values): one product for all of them."""
 
-    def __init__(self, product: Int8Product) -> None:
+    def __init__(self, product: Int8Product, *, is_after_attention: bool = False) -> None:
+        """Make a group.
+
+        Args:
+            product: The layers' weights.
+            is_after_attention: No attention reads what comes of their output: see `only_wanted`.
+        """
         self.product = product
+        self._is_after_attention = is_after_attention
         self._last: tuple[Tensor, list[Tensor | None]] | None = None
 
     def output(self, index: int, x: Tensor) -> Tensor:
@@ -148,7 +183,13 @@ class Int8Group:
         last = self._last  # one read: another thread may run the same model
         if last is None or last[0] is not x or last[1][index] is None:
             rows = x.reshape(-1, x.shape[-1])
-            out = self.product(rows).view(*x.shape[:-1], -1)
+            wanted = _WANTED.get() if self._is_after_attention else None
+            if wanted is None:
+                out = self.product(rows).view(*x.shape[:-1], -1)
+            else:
+                out = x.new_zeros(*x.shape[:-1], sum(self.product.sizes))
+                if len(wanted):
+                    out.view(len(rows), -1)[wanted] = self.product(rows[wanted])
             last = (x, list(torch.split(out, self.product.sizes, dim=-1)))
             self._last = last
         parts = last[1]

@@ -46,6 +46,9 @@ def mean(values: list[float]) -> float:
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one parent that read the same input."""
 
+_AFTER_ATTENTION = frozenset({"o_proj", "gate_proj", "up_proj", "down_proj"})
+"""Layers that come after their block's attention, by the names that transformers gives them."""
+
 _LEFT_DENSE = frozenset({"gate", "router", "score"})
 """Small layers that choose between experts: a rounding there changes which weights are read."""
 
@@ -71,6 +74,8 @@ class _Place:
 
     parent: nn.Module
     names: tuple[str, ...]
+    is_after_attention: bool
+    """They stand behind the last attention of the model."""
 
     def layers(self) -> list[nn.Linear]:
         return [self.parent.get_submodule(name) for name in self.names]  # type: ignore[misc]
@@ -108,7 +113,7 @@ def quantise_weights(
         for place, layers in dense:
             product = Int8Product([lin.weight for lin in layers], [lin.bias for lin in layers])
             n_bytes += product.n_bytes
-            group = Int8Group(product)
+            group = Int8Group(product, is_after_attention=place.is_after_attention)
             for index, name in enumerate(place.names):
                 setattr(place.parent, name, Int8Linear(group, index))
         kl = _divergence(expected, _log_probabilities(model, ids))
@@ -130,18 +135,29 @@ def quantise_weights(
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
-    for parent in model.modules():
+    last = _last_block(model)
+    for path, parent in model.named_modules():
+        is_last = last is not None and f"{path}.".startswith(last)
         names = [
             name
             for name, child in parent.named_children()
             if type(child) is nn.Linear and name not in _LEFT_DENSE
         ]
-        for together in _TOGETHER:
-            if set(together) <= set(names):
-                names = [name for name in names if name not in together]
-                yield _Place(parent, together)
-        for name in names:
-            yield _Place(parent, (name,))
+        together = [t for t in _TOGETHER if set(t) <= set(names)]
+        alone = [(name,) for name in names if not any(name in t for t in together)]
+        for group in (*together, *alone):
+            yield _Place(parent, group, is_last and _AFTER_ATTENTION.issuperset(group))
+
+
+def _last_block(model: nn.Module) -> str | None:
+    """Where the last of the model's blocks stands, such as `model.layers.23.`."""
+    blocks = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and path.endswith("layers") and len(module)
+    ]
+    # Several lists of blocks (towers): which runs last is not for us to guess.
+    return f"{blocks[0][0]}.{len(blocks[0][1]) - 1}." if len(blocks) == 1 else None
 
 
 def _log_probabilities(model: PreTrainedModel, ids: Tensor) -> Tensor:
