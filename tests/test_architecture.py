@@ -46,7 +46,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "numpy": {"policy", "engine"},
     "safetensors": {"models", "policy"},
     "huggingface_hub": {"models"},
-    "filelock": {"models"},
+    "filelock": {"kv", "models"},
     "packaging": {"models"},
     "platformdirs": {"models"},
     "jinja2": {"engine"},
