@@ -238,13 +238,20 @@ class Archive:
         while self.n_disk_bytes + n_bytes > self.disk_bytes:
             with self._books:
                 oldest = next(iter(self._disk), None)
-            if oldest is not None:
-                self._forget(oldest)
+            if oldest is None:
+                return False
+            self._forget(oldest)
         with self._books:
             self.n_disk_bytes += n_bytes
         try:
             checksum = write_archive(self._path(key), tensors, header)
-    XX        with self._books:
+        except BaseException as error:
+            with self._books:
+                self.n_disk_bytes -= n_bytes
+            if isinstance(error, OSError):
+                return False
+            raise
+        with self._books:
             is_wanted = is_new or key in self._cpu
             if is_wanted:
                 self._disk[key] = entry
