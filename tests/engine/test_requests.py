@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sidequest_langchain.engine.engine import Engine
-from sidequest_langchain.engine.request import SamplingParams
+from sidequest_langchain.engine.request import SamplingParams, ToolResultSpan
 from sidequest_langchain.errors import ContextLengthError, RequestCancelledError, RequestError
+from sidequest_langchain.kinds import TokenKind
 from tests.engine import checks
 from tests.engine.driving import (
     Listener,
@@ -307,6 +309,29 @@ def test_parameters_out_of_range(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=name) as caught:
         SamplingParams(**{name: value})
     assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "given"),
+    [
+        ("kinds", {"kinds": bytes(8)}),
+        ("kinds", {"kinds": bytes(10)}),
+        ("kinds", {"kinds": bytes([*[0] * 8, max(TokenKind) + 1])}),
+        ("spans", {"spans": (ToolResultSpan(first=-1, last=3),)}),
+        ("spans", {"spans": (ToolResultSpan(first=3, last=3),)}),
+        ("spans", {"spans": (ToolResultSpan(first=0, last=2), ToolResultSpan(first=5, last=10))}),
+    ],
+)
+def test_what_is_said_of_the_prompt_must_fit_it(what: str, given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=what) as caught:
+        replace(ask(ids(9)), **given)
+    assert "9" in str(caught.value) or "from 0 to" in str(caught.value)
+
+
+def test_what_is_said_of_the_prompt_changes_no_answer(engine: Engine) -> None:
+    spans = (ToolResultSpan(first=0, last=9, tool_call_id="c", name="f"),)
+    request = replace(ask(ids(9), 4), kinds=bytes([max(TokenKind)] * 9), spans=spans, exact=True)
+    checks.check_result("llama", request, run(engine, request))
 
 
 def test_largest_values_are_taken(engine: Engine) -> None:

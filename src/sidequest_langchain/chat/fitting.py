@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from sidequest_langchain.chat.messages import Piece, Turn
 from sidequest_langchain.chat.template import Traits
+from sidequest_langchain.kinds import TokenKind
 
 _GAP = Piece("\n\n")
 """Between the texts of several messages that become one turn."""
@@ -43,7 +44,7 @@ def _with_calls_as_text(turn: Turn) -> Turn:
     calls = [{"name": call.name, "arguments": call.arguments} for call in turn.tool_calls]
     texts = [f"<tool_call>\n{json.dumps(c, ensure_ascii=False)}\n</tool_call>" for c in calls]
     gap = "\n" if turn.text else ""
-    pieces = (*turn.pieces, Piece(gap + "\n".join(texts)))
+    pieces = (*turn.pieces, Piece(gap + "\n".join(texts), kind=TokenKind.TOOL_CALL))
     return replace(turn, pieces=pieces, tool_calls=())
 
 

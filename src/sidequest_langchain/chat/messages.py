@@ -20,11 +20,30 @@ from langchain_core.messages import (
 )
 
 from sidequest_langchain.errors import MessageError
+from sidequest_langchain.kinds import TokenKind
 
 _TEXT_BLOCKS = frozenset({"text", "text-plain", "input_text", "output_text"})
 _REASONING_BLOCKS = frozenset({"reasoning", "thinking", "redacted_thinking"})
 _CALL_BLOCKS = frozenset({"tool_use", "tool_call", "tool_call_chunk", "function_call"})
 _RESULT_BLOCK = "tool_result"
+_KIND_OF_ROLE = {
+    "system": TokenKind.SYSTEM,
+    "developer": TokenKind.SYSTEM,
+    "user": TokenKind.QUESTION,
+    "assistant": TokenKind.ANSWER,
+    "tool": TokenKind.TOOL_RESULT,
+    "function": TokenKind.TOOL_RESULT,
+    "ipython": TokenKind.TOOL_RESULT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The tool call that a tool's message answers."""
+
+    tool_call_id: str | None = None
+    name: str | None = None
+    """The tool's, from the message or from the call itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +53,10 @@ class Piece:
     text: str
     call_id: str | None = None
     """The model call whose reply this is, if the message says so."""
+    kind: TokenKind | None = None
+    """What it is, whatever turn it ends up in; `None` for structure."""
+    source: Source | None = None
+    """Of a tool's result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +94,13 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[Turn]:
     if not messages:
         msg = "messages is an empty list; give at least one message"
         raise MessageError(msg)
-    return [turn for message in messages for turn in _turns_of(message)]
+    called: dict[str | None, str] = {}
+    turns = []
+    for message in messages:
+        for turn in _turns_of(message, called):
+            called |= {call.call_id: call.name for call in turn.tool_calls}
+            turns.append(turn)
+    return turns
 
 
 def reply_id(message: BaseMessage) -> str | None:
@@ -86,21 +115,27 @@ def reply_id(message: BaseMessage) -> str | None:
     return message.id
 
 
-def _turns_of(message: BaseMessage) -> Iterator[Turn]:
+def _turns_of(message: BaseMessage, called: Mapping[str | None, str]) -> Iterator[Turn]:
     if isinstance(message, AIMessage):
         yield _assistant(message)
     elif isinstance(message, ToolMessage | FunctionMessage):
-        yield Turn(
-            role="tool",
-            pieces=(Piece(_text_of(message)),),
-            tool_call_id=getattr(message, "tool_call_id", None),
-            name=message.name,
-        )
+        call_id = getattr(message, "tool_call_id", None)
+        yield _result(_text_of(message), call_id, called, name=message.name)
     else:
-        yield from _results_in(message)
+        yield from _results_in(message, called)
         text = _text_of(message)
         if text or not _has_results(message):
-            yield Turn(role=_role_of(message), pieces=(Piece(text),), name=message.name)
+            role = _role_of(message)
+            piece = Piece(text, kind=_KIND_OF_ROLE.get(role, TokenKind.OTHER))
+            yield Turn(role=role, pieces=(piece,), name=message.name)
+
+
+def _result(
+    text: str, call_id: str | None, called: Mapping[str | None, str], *, name: str | None = None
+) -> Turn:
+    source = Source(tool_call_id=call_id, name=name or (called.get(call_id) if call_id else None))
+    piece = Piece(text, kind=TokenKind.TOOL_RESULT, source=source)
+    return Turn(role="tool", pieces=(piece,), tool_call_id=call_id, name=name)
 
 
 def _role_of(message: BaseMessage) -> str:
@@ -130,7 +165,7 @@ def _assistant(message: AIMessage) -> Turn:
             calls.append(ToolCall(name=name, arguments=arguments, call_id=call_id))
     return Turn(
         role="assistant",
-        pieces=(Piece(_text_of(message), reply_id(message)),),
+        pieces=(Piece(_text_of(message), reply_id(message), kind=TokenKind.ANSWER),),
         reasoning=_reasoning_of(message),
         tool_calls=tuple(calls),
         name=message.name,
@@ -145,11 +180,11 @@ def _reasoning_of(message: AIMessage) -> str:
     return "".join(str(b.get("reasoning") or b.get("thinking") or "") for b in blocks)
 
 
-def _results_in(message: BaseMessage) -> Iterator[Turn]:
+def _results_in(message: BaseMessage, called: Mapping[str | None, str]) -> Iterator[Turn]:
     """Anthropic's form of tool messages: results as blocks of a human message."""
     for block in _blocks(message, {_RESULT_BLOCK}):
         text = _joined(_listed(block.get("content")), type(message).__name__)
-        yield Turn(role="tool", pieces=(Piece(text),), tool_call_id=block.get("tool_use_id"))
+        yield _result(text, block.get("tool_use_id"), called)
 
 
 def _has_results(message: BaseMessage) -> bool:

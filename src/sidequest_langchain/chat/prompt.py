@@ -18,11 +18,13 @@ from langchain_core.messages import BaseMessage
 
 from sidequest_langchain.chat.encoder import SectionEncoder
 from sidequest_langchain.chat.fitting import fitted
+from sidequest_langchain.chat.kind_map import KindMap
 from sidequest_langchain.chat.marks import Span
 from sidequest_langchain.chat.messages import Piece, Turn, turns_of
 from sidequest_langchain.chat.rendering import Rendering
 from sidequest_langchain.chat.template import Traits, probe
 from sidequest_langchain.engine.replies import Reply
+from sidequest_langchain.engine.request import ToolResultSpan
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
 from sidequest_langchain.errors import MessageError, TemplateError
 
@@ -38,6 +40,10 @@ class Prompt:
     ids: tuple[int, ...]
     superseded: tuple[str, ...] = ()
     """Calls whose replies this prompt holds in another rendering than when they were made."""
+    kinds: bytes = b""
+    """A `TokenKind` for each of `ids`; empty if it was not asked for."""
+    tool_results: tuple[ToolResultSpan, ...] = ()
+    """Where the results of tools stand in `ids`, in order; none if kinds were not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +85,14 @@ class PromptAssembler:
         self._traits: dict[bool, Traits] = {}
         self._heads: dict[str, tuple[Reply, str]] = {}
 
-    def assemble(self, messages: Sequence[BaseMessage], tools: Tools | None = None) -> Prompt:
+    def assemble(
+        self,
+        messages: Sequence[BaseMessage],
+        tools: Tools | None = None,
+        *,
+        with_kinds: bool = False,
+        marked: Sequence[str] = (),
+    ) -> Prompt:
         """The prompt for `messages`. It opens the assistant's turn at its end.
 
         If the last message is an AI message, its turn is left open instead: the model continues
@@ -88,6 +101,9 @@ class PromptAssembler:
         Args:
             messages: The conversation.
             tools: OpenAI-style descriptions of tools, for the template.
+            with_kinds: Whether to tell what each token is. The ids are the same; it costs one
+                more rendering, and a second encoding of text that is new.
+            marked: Strings whose every occurrence is of the kind `MARKED`, as they are rendered.
 
         Raises:
             MessageError: A message has no text form, or there is nothing to answer.
@@ -109,11 +125,25 @@ class PromptAssembler:
             is_control_text_plain=self._is_control_text_plain,
         )
         known = self._known_replies(rendering)
-        ids = tuple(self._encoded(rendering, known))
+        ids, ends = self._encoded(rendering, known, with_ends=with_kinds)
         if not ids:
             msg = "the messages render to no token at all; give a message with text"
             raise MessageError(msg)
-        return Prompt(ids=ids, superseded=tuple(_superseded(rendering, known)))
+        superseded = tuple(_superseded(rendering, known))
+        if not with_kinds:
+            return Prompt(ids=tuple(ids), superseded=superseded)
+        kind_map = KindMap(rendering, self._tokenizer.special_tokens, marked)
+        return Prompt(
+            ids=tuple(ids),
+            superseded=superseded,
+            kinds=kind_map.of_tokens(ends),
+            tool_results=tuple(
+                ToolResultSpan(
+                    first=first, last=last, tool_call_id=source.tool_call_id, name=source.name
+                )
+                for first, last, source in kind_map.results_in(ends)
+            ),
+        )
 
     def _traits_for(self, has_tools: bool) -> Traits:  # noqa: FBT001
         if not self._tokenizer.has_template:
@@ -140,21 +170,36 @@ class PromptAssembler:
             for (turn, piece, reply), span in zip(found, spans or [], strict=False)
         ]
 
-    def _encoded(self, rendering: Rendering, known: Sequence[_Known]) -> list[int]:
-        """The ids of the rendered text, with the generated ids in place of known replies."""
+    def _encoded(
+        self, rendering: Rendering, known: Sequence[_Known], *, with_ends: bool
+    ) -> tuple[list[int], list[int]]:
+        """The ids of the rendered text, with the generated ids in place of known replies.
+
+        And where each of them ends in the rendered text, if that is asked for.
+        """
         text, at, rest = rendering.text, 0, ""
         ids: list[int] = []
+        ends: list[int] = []
         for one in known:
             head = self._head_of(one)
             if one.span is None or one.span.start < at or not head:
                 continue
-            self._encode(ids, rendering, rest + text[at : one.span.start])
+            before = rest + text[at : one.span.start]
+            if with_ends:
+                ends += self._ends(rendering, before, at - len(rest), follows_text=bool(ids))
+                said = text[one.span.start : one.span.end]
+                within = self._tokenizer.spelled_ends(said, one.reply.token_ids)
+                ends += [one.span.start + end for end in within]
+            self._encode(ids, rendering, before)
             ids += one.reply.token_ids
             # A stop string may have cut a token in two: what of it is text follows as text.
             rest = rendering.write(one.turn, Piece(one.reply.text[len(head) :]))
             at = one.span.end
+        if with_ends:
+            before = rest + text[at:]
+            ends += self._ends(rendering, before, at - len(rest), follows_text=bool(ids))
         self._encode(ids, rendering, rest + text[at:])
-        return ids
+        return ids, ends
 
     def _encode(self, ids: list[int], rendering: Rendering, text: str) -> None:
         """Append the ids of a part of the rendered text."""
@@ -163,6 +208,19 @@ class PromptAssembler:
                 ids += self._tokenizer.encode(part, control_tokens=False, follows_text=bool(ids))
             else:
                 ids += self._encoder.encode(part, follows_text=bool(ids))
+
+    def _ends(
+        self, rendering: Rendering, text: str, start: int, *, follows_text: bool
+    ) -> Iterator[int]:
+        """Where each token that `_encode` makes of `text` ends, if the text stands at `start`."""
+        for offset, part, is_control in rendering.cut_at(text):
+            if is_control:
+                ids = self._tokenizer.encode(part, control_tokens=False, follows_text=follows_text)
+                within: Sequence[int] = [len(part)] * len(ids)
+            else:
+                within = self._encoder.ends(part, follows_text=follows_text)
+            follows_text = follows_text or bool(within)
+            yield from (start + offset + end for end in within)
 
     def _head_of(self, known: _Known) -> str:
         """The head of a reply that its ids decode to; `''` if they decode to something else."""

@@ -5,16 +5,17 @@ It must not know token ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from sidequest_langchain.chat.marks import Pen, Span
+from sidequest_langchain.chat.marks import Pen, Span, Trace, Tracer
 from sidequest_langchain.chat.messages import Piece, Turn
-from sidequest_langchain.chat.template import Traits, Write, message_of, written
+from sidequest_langchain.chat.template import Traits, Write, message_of, schema_written
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
 from sidequest_langchain.errors import TemplateError
 
-_OF_TOOLS = Turn(role="tool", pieces=())
+OF_TOOLS = Turn(role="tool", pieces=())
+"""The turn that the tools' descriptions are said to be pieces of."""
 
 
 class Rendering:
@@ -60,6 +61,32 @@ class Rendering:
         """The parts of (a part of) `text`, and whether each is control text of a message."""
         return self._pen.cut(text)
 
+    def cut_at(self, text: str) -> Iterator[tuple[int, str, bool]]:
+        """As `cut`, and where each part begins."""
+        return self._pen.cut_at(text)
+
+    def trace(self) -> list[Trace] | None:
+        """Where every piece of a kind stands in `text`, or what is left of it.
+
+        The conversation is rendered again, as for `spans`; `None` if nothing can be told.
+        """
+        for has_extras in (True, False):
+            for is_inside in (False, True):
+                tracer = Tracer(self._pen, is_inside=is_inside, has_extras=has_extras)
+                try:
+                    found = tracer.read(self._render(tracer.write))
+                except TemplateError:
+                    continue
+                if found is not None and found[0] == self.text:
+                    return found[1]
+        return None
+
+    def written(self, text: str) -> Set[str]:
+        """`text` as a piece may have it in `self.text`, whoever says it."""
+        roles = ("user", "assistant")
+        turns = [Turn(role=role, pieces=()) for role in roles]
+        return {text, *(self._pen.write(turn, Piece(text)) for turn in turns)}
+
     def spans(self, pieces: Sequence[tuple[Turn, Piece]]) -> list[Span | None] | None:
         """Where in `text` each piece stands as it is; `None` for one that was changed.
 
@@ -92,5 +119,5 @@ class Rendering:
     def _messages(self, write: Write) -> tuple[list[Any], list[Any] | None]:
         has_text = self.traits.has_argument_text
         messages = [message_of(t, has_argument_text=has_text, write=write) for t in self.turns]
-        tools = [written(tool, _OF_TOOLS, write) for tool in self._tools or ()]
+        tools = [schema_written(tool, OF_TOOLS, write) for tool in self._tools or ()]
         return messages, tools or None

@@ -21,6 +21,7 @@ from sidequest_langchain.chat.fields import ModelFields
 from sidequest_langchain.chat.prompt import PromptAssembler
 from sidequest_langchain.chat.settings import settings_for
 from sidequest_langchain.chat.step import HasMetadata, current_label, scope_of
+from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.registry import engine_for
 from sidequest_langchain.engine.request import GenerationRequest
@@ -111,8 +112,14 @@ class ServedModel(ModelFields):
         given: Mapping[str, Any],
     ) -> Call:
         settings = settings_for(self._sampling_fields, stop, given)
-        prompt = self._assembler.assemble(messages, settings.tools)
-        scope = scope_of(self.cache_config.isolation, run_manager)
+        config = self.cache_config
+        prompt = self._assembler.assemble(
+            messages,
+            settings.tools,
+            with_kinds=_is_managed(config),
+            marked=getattr(config, "protect_text", ()),
+        )
+        scope = scope_of(config.isolation, run_manager)
         requests = [
             GenerationRequest(
                 prompt_ids=prompt.ids,
@@ -121,6 +128,8 @@ class ServedModel(ModelFields):
                 scope=scope,
                 constraint=settings.new_constraint(),
                 superseded=prompt.superseded,
+                kinds=prompt.kinds,
+                spans=prompt.tool_results,
             )
             for sample in range(settings.n)
         ]
@@ -143,6 +152,11 @@ class ServedModel(ModelFields):
     @property
     def _is_loaded(self) -> bool:
         return self.engines.given is not None or self.engines.has(self._engine_key)
+
+
+def _is_managed(config: CacheConfig) -> bool:
+    """Whether anybody will ask what a token is."""
+    return getattr(config, "policy", None) is not None or bool(getattr(config, "observe", False))
 
 
 def _n_chars(messages: Sequence[BaseMessage]) -> int:

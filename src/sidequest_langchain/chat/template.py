@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from sidequest_langchain.chat.messages import Piece, ToolCall, Turn
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
 from sidequest_langchain.errors import TemplateError
+from sidequest_langchain.kinds import TokenKind
 
 Write: TypeAlias = Callable[[Turn, Piece], str]
 """How a piece of a turn is written into the template's input; marks may be put around it."""
@@ -52,37 +53,61 @@ def message_of(turn: Turn, *, has_argument_text: bool = False, write: Write | No
     """`turn` as the dict that chat templates read."""
     pieces = [piece.text if write is None else write(turn, piece) for piece in turn.pieces]
     message: dict[str, Any] = {"role": turn.role, "content": "".join(pieces)}
+
+    def put(value: Any, kind: TokenKind | None = None) -> Any:
+        return value if write is None else written(value, turn, write, kind)
+
     extras: dict[str, Any] = {
-        "reasoning_content": turn.reasoning or None,
-        "tool_call_id": turn.tool_call_id,
-        "name": turn.name,
+        "reasoning_content": put(turn.reasoning, TokenKind.THOUGHT) or None,
+        "tool_call_id": put(turn.tool_call_id),
+        "name": put(turn.name),
         "tool_calls": [
             {
                 "type": "function",
-                "id": call.call_id,
+                "id": put(call.call_id),
                 "function": {
-                    "name": call.name,
-                    "arguments": arguments_text(call) if has_argument_text else call.arguments,
+                    "name": put(call.name, TokenKind.TOOL_CALL),
+                    "arguments": put(
+                        arguments_text(call) if has_argument_text else call.arguments,
+                        TokenKind.TOOL_CALL,
+                    ),
                 },
             }
             for call in turn.tool_calls
         ]
         or None,
     }
-    given = {key: value for key, value in extras.items() if value is not None}
-    return message | (given if write is None else written(given, turn, write))
+    return message | {key: value for key, value in extras.items() if value is not None}
 
 
-def written(value: Any, turn: Turn, write: Write) -> Any:
-    """`value` with every string in it written as a piece of `turn`."""
+def written(value: Any, turn: Turn, write: Write, kind: TokenKind | None = None) -> Any:
+    """`value` with every string in it written as a piece of `turn`, keys as structure."""
     if isinstance(value, str):
-        return write(turn, Piece(value))
+        return write(turn, Piece(value, kind=kind))
     if isinstance(value, Mapping):
-        items = value.items()
-        return {written(key, turn, write): written(item, turn, write) for key, item in items}
+        return {
+            written(key, turn, write): written(item, turn, write, kind)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [written(item, turn, write) for item in value]
+        return [written(item, turn, write, kind) for item in value]
     return value
+
+
+def schema_written(value: Any, turn: Turn, write: Write, kind: TokenKind | None = None) -> Any:
+    """A tool's description, written; its names and descriptions alone are text of a kind.
+
+    Templates compare other strings (`"type": "object"`) with words of their own.
+    """
+    if isinstance(value, Mapping):
+        kinds = dict.fromkeys(("name", "description"), TokenKind.SYSTEM)
+        return {
+            written(key, turn, write): schema_written(item, turn, write, kinds.get(key))
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [schema_written(item, turn, write) for item in value]
+    return written(value, turn, write, kind)
 
 
 def arguments_text(call: ToolCall) -> str:

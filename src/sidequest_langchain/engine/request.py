@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 from sidequest_langchain.engine.constraint import Constraint
 from sidequest_langchain.errors import RequestError
+from sidequest_langchain.kinds import TokenKind
 from sidequest_langchain.labels import StepLabel
 
 FinishReason = Literal["stop", "length"]
@@ -89,8 +90,23 @@ def _are_strings(values: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResultSpan:
+    """The tokens `first` to `last`, without `last`, of a prompt: one tool's result."""
+
+    first: int
+    last: int
+    tool_call_id: str | None = None
+    name: str | None = None
+    """The tool's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One sample to generate. `n` samples of a prompt are `n` requests: they share its KV."""
+    """One sample to generate. `n` samples of a prompt are `n` requests: they share its KV.
+
+    Raises:
+        RequestError: `kinds` or `spans` do not fit the prompt.
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -102,6 +118,31 @@ class GenerationRequest:
     superseded: tuple[str, ...] = ()
     """Call ids of earlier replies that this prompt holds in another rendering: what their
     paths hold beyond the common prefix is released."""
+    kinds: bytes = b""
+    """A `TokenKind` for each token of the prompt; empty if they are unknown."""
+    spans: tuple[ToolResultSpan, ...] = ()
+    """Where the prompt holds results of tools, in order."""
+    exact: bool = False
+    """Whether this call does not agree to lossy acts on what it reads."""
+
+    def __post_init__(self) -> None:
+        n = len(self.prompt_ids)
+        _require(
+            len(self.kinds) in (0, n),
+            f"kinds must be one byte for each of the {n} tokens of the prompt, or empty",
+            self.kinds,
+        )
+        _require(
+            not self.kinds or max(self.kinds) <= max(TokenKind),
+            f"kinds must be from 0 to {max(TokenKind):d}",
+            self.kinds,
+        )
+        for span in self.spans:
+            _require(
+                0 <= span.first < span.last <= n,
+                f"spans must be of tokens of the prompt, which has {n}",
+                span,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

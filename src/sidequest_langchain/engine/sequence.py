@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sidequest_langchain.engine.detokenizer import Detokenizer
 from sidequest_langchain.engine.drafting import Drafter
+from sidequest_langchain.engine.kind_tracker import KindTracker
 from sidequest_langchain.engine.request import (
     Event,
     FinishReason,
@@ -59,6 +60,8 @@ class Sequence:
         self._logprobs: list[TokenLogprob] = []
         self._n_sampled = 0
         self._drafter: Drafter | None = None
+        self._kinds = bytearray(request.kinds or bytes(len(request.prompt_ids)))
+        self._tracker: KindTracker | None = None
         room = context_length - len(request.prompt_ids)
         self._n_most = min(request.sampling.max_tokens or room, room)
         self._begun = time.perf_counter()
@@ -101,6 +104,21 @@ class Sequence:
         if not self.generated:
             return [self.request.prompt_ids[-1]], False
         return [self.generated[-1]], True
+
+    def kinds_of(self, first: int, last: int) -> bytes:
+        """The kinds of the sequence's tokens `first` to `last`, without `last`.
+
+        Args:
+            first: Counted from the prompt's first token.
+            last: At most the number of tokens of the prompt and those generated so far.
+        """
+        if last > len(self._kinds):
+            if self._tracker is None:
+                self._tracker = KindTracker(self._tokenizer)
+                self._tracker.read_prompt(self.request.prompt_ids, self.request.kinds)
+            new = self.generated[len(self._kinds) - self.n_prompt : last - self.n_prompt]
+            self._kinds.extend(map(self._tracker.push, new))
+        return bytes(self._kinds[first:last])
 
     def guess(self, n_most: int) -> list[int]:
         """Up to `n_most` tokens that may come after the last one; none while the prompt is read."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from sidequest_langchain.engine.placing import ends_by_bytes, ends_by_offsets
 from sidequest_langchain.engine.spelling import (
     Spelling,
     leaves_open,
@@ -109,6 +110,19 @@ class ChatTokenizer:
             if ids[:n_newline] == self._newline_ids:
                 return ids[n_newline:]
         return self._encode_alone(text, control_tokens=control_tokens)
+
+    def ends_of(self, text: str, ids: Sequence[int], *, follows_text: bool = False) -> list[int]:
+        """Where each of `ids`, which `encode` made of `text`, ends in it, in characters.
+
+        By the tokenizer's own word, if it has one for these ids; else by the tokens' bytes.
+        """
+        prefixes = ("", "\n") if follows_text and self._marks_text_start else ("",)
+        ends = ends_by_offsets(self._backend, _well_formed(text), ids, prefixes)
+        return self.spelled_ends(text, ids) if ends is None else ends
+
+    def spelled_ends(self, text: str, ids: Sequence[int]) -> list[int]:
+        """As `ends_of`, by the tokens' bytes alone: for ids that a model chose."""
+        return ends_by_bytes(text, map(self.token_bytes, ids))
 
     def sections(self, text: str) -> list[str]:
         """`text` in parts whose ids, put together, are those of the whole.
