@@ -129,8 +129,7 @@ class Archive:
     def get(self, ticket: Ticket) -> Contents:
         """The tensors, on the CPU and bit for bit, and the strings.
 
-        Tensors may be the archive's own and are not to be written. What turns out to be damaged,
-        or another model's, is dropped.
+        The tensors are not to be written. What is damaged or another model's is dropped.
 
         Raises:
             ArchiveError: The copy is lost, damaged, or made under another fingerprint.
