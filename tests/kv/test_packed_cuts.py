@@ -1,0 +1,119 @@
+"""What happens to packed rows later changes no row that is left."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sidequest_langchain.kv.packed import PackedBlock, packed_bytes
+from tests.kv.packing import DTYPES, LAYOUTS, alike, assert_same, rows_of
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    bits=st.sampled_from([8, 4]),
+    n_rows=st.integers(1, 200),
+    data=st.data(),
+)
+def test_no_cut_changes_a_row_that_is_left(layout, bits, n_rows, data):
+    keys, values = rows_of(LAYOUTS[layout], n_rows)
+    offsets = [3 * i + 1 for i in range(n_rows)]
+    whole = PackedBlock.pack(keys, values, offsets, bits=bits)
+    expected = [whole.load(layer) for layer in range(len(keys))]
+    block, left = whole, list(range(n_rows))
+    for _ in range(data.draw(st.integers(0, 4))):
+        verb = data.draw(st.sampled_from(["head", "tail", "without", "round trip"]))
+        if verb == "round trip":
+            tensors = {name: t.clone() for name, t in block.tensors().items()}
+            block = PackedBlock.from_tensors(tensors, block.offsets, LAYOUTS[layout])
+        elif verb == "without":
+            dropped = data.draw(st.sets(st.integers(0, len(left) - 1)))
+            again = block.without(dropped)
+            left = [row for i, row in enumerate(left) if i not in dropped]
+            if again is None:
+                assert not left
+                return
+            block = again
+        elif len(left) > 1:
+            at = data.draw(st.integers(1, len(left) - 1))
+            head, tail = block.split(at)
+            is_head = verb == "head"
+            block, left = (head, left[:at]) if is_head else (tail, left[at:])
+    assert block.offsets == tuple(3 * row + 1 for row in left)
+    assert block.n_rows == len(left)
+    first = data.draw(st.integers(0, len(left) - 1))
+    last = data.draw(st.integers(first + 1, len(left)))
+    for layer, rows in enumerate(expected):
+        assert_same(block, layer, left, rows)
+        for found, once in zip(block.load(layer, first, last), rows, strict=True):
+            assert torch.equal(found, once[:, left[first:last]])
+            assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_have_storages_of_their_own_and_their_own_size(dtype):
+    layout = alike(dtype=dtype, dim=64)
+    keys, values = rows_of(layout, 192)
+    block = PackedBlock.pack(keys, values, range(192), bits=8)
+    head, tail = block.split(64)
+    assert head.n_bytes == packed_bytes(64, layout, 8)
+    assert tail.n_bytes == packed_bytes(128, layout, 8)
+    thinner = block.without(range(64, 191))
+    assert thinner is not None
+    # A group keeps its line of the grid as long as it has a row, and rows say in which they are.
+    assert thinner.n_bytes == packed_bytes(65, layout, 8) + 65 * 4
+    pointers = [
+        {t.untyped_storage().data_ptr() for n, t in b.tensors().items() if n != "header"}
+        for b in (block, head, tail, thinner)
+    ]
+    for one, other in itertools.combinations(pointers, 2):
+        assert not one & other
+
+
+def test_moved_takes_the_same_tensors_elsewhere():
+    keys, values = rows_of(alike(), 10)
+    block = PackedBlock.pack(keys, values, range(20, 30), bits=8)
+    moved = block.moved(-20)
+    assert moved.offsets == tuple(range(10))
+    assert moved.n_bytes == block.n_bytes
+    assert torch.equal(moved.load(1)[0], block.load(1)[0])
+    assert moved.tensors()["0.codes"].data_ptr() == block.tensors()["0.codes"].data_ptr()
+
+
+def test_packing_takes_views_and_leaves_them_alone():
+    keys, values = rows_of(alike(1), 140)
+    before = [t.clone() for t in (keys[0], values[0])]
+    ways = (
+        ([keys[0][:, ::2]], [values[0][:, ::2]]),
+        ([keys[0][:, ::2].contiguous()], [values[0][:, ::2].contiguous()]),
+    )
+    blocks = [PackedBlock.pack(k, v, range(70), bits=8) for k, v in ways]
+    for one, other in zip(blocks[0].load(0), blocks[1].load(0), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(keys[0], before[0])
+    assert torch.equal(values[0], before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_loaded_may_be_written(dtype):
+    """Blocks are shared by segments: a load is not a view of them."""
+    keys, values = rows_of(alike(1, dtype=dtype), 10)
+    block = PackedBlock.pack(keys, values, range(10), bits=8)
+    once = [t.clone() for t in block.load(0)]
+    for tensor in block.load(0):
+        tensor.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(block.load(0), once, strict=True))
+
+
+def test_no_gradient_comes_along():
+    keys, values = rows_of(alike(1), 10)
+    keys[0].requires_grad_()
+    block = PackedBlock.pack(keys, values, range(10), bits=8, exempt=())
+    assert not any(t.requires_grad for t in block.tensors().values())
+    with torch.inference_mode():
+        assert torch.equal(block.load(0)[0], block.load(0)[0])
