@@ -29,6 +29,8 @@ class Choice:
     rows: Sequence[Bools]
     scores: Sequence[npt.NDArray[Any]]
     gains: Sequence[npt.NDArray[np.float64]]
+    costs: Sequence[npt.NDArray[np.float64]] | None = None
+    """Bytes that a row takes where it goes to, if there is little room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class _Flat:
     offset: npt.NDArray[np.intp]
     score: npt.NDArray[np.float64]
     gain: npt.NDArray[np.float64]
+    cost: npt.NDArray[np.float64]
     age: npt.NDArray[np.intp]
     message: npt.NDArray[np.intp]
 
@@ -56,7 +59,7 @@ def take_lowest(
     *,
     fair: float = 0.0,
     block: int = 1,
-    at_most: bool = False,
+    room: float = np.inf,
 ) -> Taken:
     """The rows of the lowest scores that gain `to_free` bytes together, or all there are.
 
@@ -68,18 +71,19 @@ def take_lowest(
         to_free: Bytes.
         fair: See `Draft.evict`.
         block: Neighbours that are judged by their mean.
-        at_most: Stop before `to_free` is passed, not after.
+        room: Of bytes by `choice.costs`; rows after the first that does not fit stay.
     """
     rows = _flat(choice)
     total = float(rows.gain.sum())
     if total <= 0 or to_free <= 0:
         return {}
     if fair <= 0 or total <= to_free:
-        return _gathered(choice, [_first(rows, to_free, block=block, at_most=at_most)])
+        return _gathered(choice, [_first(rows, to_free, block=block, room=room)])
     kept = _reserved(rows, fair * (1 - to_free / total))
-    first = _first(rows.where(~kept), to_free, block=block, at_most=at_most)
+    first = _first(rows.where(~kept), to_free, block=block, room=room)
     left = to_free - float(first.gain.sum())
-    second = _first(rows.where(kept), left, block=block, at_most=at_most)
+    room -= float(first.cost.sum())
+    second = _first(rows.where(kept), left, block=block, room=room)
     return _gathered(choice, [first, second])
 
 
@@ -120,6 +124,7 @@ def messages(segment: SegmentFacts) -> npt.NDArray[np.intp]:
 
 def _flat(choice: Choice) -> _Flat:
     scores = _weighted(choice)
+    costs = choice.gains if choice.costs is None else choice.costs
     parts = []
     n_messages = 0
     for place, (segment, rows) in enumerate(zip(choice.segments, choice.rows, strict=True)):
@@ -132,6 +137,7 @@ def _flat(choice: Choice) -> _Flat:
                 offsets,
                 scores[place][offsets],
                 choice.gains[place][offsets],
+                costs[place][offsets],
                 np.full(offsets.size, segment.age),
                 message[offsets],
             )
@@ -155,7 +161,7 @@ def _weighted(choice: Choice) -> list[npt.NDArray[np.float64]]:
 def _lowest(choice: Choice) -> float:
     lowest = np.inf
     for scores, rows in zip(choice.scores, choice.rows, strict=True):
-        known = np.asarray(scores)[rows & np.isfinite(scores)]
+        known = np.asarray(scores, np.float64)[rows & np.isfinite(scores)]
         lowest = min(lowest, float(known.min(initial=np.inf)))
     return lowest if np.isfinite(lowest) else 0.0
 
@@ -171,7 +177,7 @@ def _reserved(rows: _Flat, share: float) -> Bools:
     return reserved
 
 
-def _first(rows: _Flat, to_free: float, *, block: int, at_most: bool) -> _Flat:
+def _first(rows: _Flat, to_free: float, *, block: int, room: float) -> _Flat:
     if to_free <= 0 or not rows.offset.size:
         return rows.where(np.zeros(rows.offset.size, bool))
     score = rows.score
@@ -184,18 +190,18 @@ def _first(rows: _Flat, to_free: float, *, block: int, at_most: bool) -> _Flat:
     order = np.lexsort((rows.offset, rows.place, -rows.age, score))
     gained = np.cumsum(rows.gain[order])
     # A hair less, since sums of fractions of bytes do not come out even.
-    enough = int(np.searchsorted(gained, to_free * (1 - 1e-12)))
-    if at_most:
-        enough = int(np.searchsorted(gained, to_free * (1 + 1e-12), side="right")) - 1
+    enough = int(np.searchsorted(gained, to_free * (1 - 1e-12))) + 1
+    fitting = int(np.searchsorted(np.cumsum(rows.cost[order]), room, side="right"))
     taken = np.zeros(order.size, bool)
-    taken[order[: enough + 1]] = True
+    taken[order[: min(enough, fitting)]] = True
     return rows.where(taken)
 
 
 def _joined(parts: Sequence[_Flat]) -> _Flat:
     if not parts:
         none = np.zeros(0, np.intp)
-        return _Flat(none, none, none.astype(float), none.astype(float), none, none)
+        empty = none.astype(np.float64)
+        return _Flat(none, none, empty, empty, empty, none, none)
     return _Flat(*(np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS))
 
 

@@ -182,6 +182,8 @@ class CacheFacts:
     """For each running path, its segments' ids from root to tip."""
     stage: Stage = "middle"
     """Of the schedule; see `schedule.stage_of`."""
+    value_bits: int | None = None
+    """Bits of a value at full precision; `None` reads them off the rows that are."""
 
     def __post_init__(self) -> None:
         known: set[int] = set()
@@ -207,7 +209,9 @@ class CacheFacts:
 
     @property
     def full_bits(self) -> int:
-        """Bits of a value at full precision; 16 if no row is."""
+        """Bits of a value at full precision; 16 if they are not given and no row is."""
+        if self.value_bits is not None:
+            return self.value_bits
         most = max((int(s.bits.max(initial=0)) for s in self.segments), default=0)
         return most if most > max(PACKED_BITS) else 16
 

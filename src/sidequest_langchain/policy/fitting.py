@@ -147,7 +147,7 @@ def _first_weights(
         "hidden": rng.normal(0.0, x.shape[1] ** -0.5, (x.shape[1], n_hidden)),
         "hidden_bias": np.zeros(n_hidden),
         "out": np.zeros(n_hidden),
-        "out_bias": np.asarray(np.log(max(float(y.mean()), 1e-12) / base)),
+        "out_bias": np.log([max(float(y.mean()), 1e-12) / base]),
     }
 
 
@@ -164,5 +164,5 @@ def _gradients(
         "hidden": normal.T @ at_hidden,
         "hidden_bias": at_hidden.sum(axis=0),
         "out": hidden.T @ error,
-        "out_bias": np.asarray(error.sum()),
+        "out_bias": error.sum(keepdims=True),
     }

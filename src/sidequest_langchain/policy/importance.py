@@ -101,7 +101,7 @@ class MLP:
     """
 
     tensors: Mapping[str, npt.NDArray[np.float32]]
-    """`mean`, `scale` `[F]`; `hidden` `[F, H]`, `hidden_bias` `[H]`; `out` `[H]`, `out_bias` []."""
+    """`mean`, `scale` `[F]`; `hidden` `[F, H]`, `hidden_bias`, `out` `[H]`; `out_bias` `[1]`."""
 
     def __post_init__(self) -> None:
         missing = [name for name in TENSORS if name not in self.tensors]
@@ -110,7 +110,7 @@ class MLP:
             raise ConfigError(msg)
         n, h = len(FEATURES), self.tensors["hidden_bias"].size
         shapes = {"mean": (n,), "scale": (n,), "hidden": (n, h), "hidden_bias": (h,), "out": (h,)}
-        for name, shape in {**shapes, "out_bias": ()}.items():
+        for name, shape in {**shapes, "out_bias": (1,)}.items():
             found = self.tensors[name]
             if found.shape != shape or not np.isfinite(found).all():
                 msg = (

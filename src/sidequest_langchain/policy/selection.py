@@ -85,14 +85,13 @@ class Draft:
         self, scores: Scores, among: Collection[int] | None = None, *, reason: str = ""
     ) -> None:
         """Move the rows of the lowest scores to the CPU or disk tier, as far as there is room."""
-        room = self.facts.room("cpu") + self.facts.room("disk")
-        wanted = min(self.left, room - self._archived_bytes())
-        if wanted <= 0:
-            return
-        choice = self._choice(scores, among)
-        # Counted as they are now: the archive keeps what was there before this cycle.
-        taken = take_lowest(choice, wanted, at_most=room < np.inf)
-        self._take(taken, "archive", reason)
+        room = self.facts.room("cpu") + self.facts.room("disk") - self._archived_bytes()
+        if self.left > 0 and room > 0:
+            choice = self._choice(scores, among)
+            # The copy is of a row as it is now, even if this cycle would have packed it.
+            costs = [self.facts.row_bytes(s) for s in choice.segments]
+            choice = replace(choice, costs=costs)
+            self._take(take_lowest(choice, self.left, room=room), "archive", reason)
 
     def compress(
         self,
@@ -159,7 +158,14 @@ class Draft:
             )
             for s in self.facts.segments
         )
-        return replace(self.facts, segments=segments, to_free=max(0, int(np.ceil(self.left))))
+        return replace(
+            self.facts,
+            segments=segments,
+            to_free=max(0, int(np.ceil(self.left))),
+            n_bytes=max(0, self.facts.n_bytes - int(self.freed)),
+            # Once all rows are packed, none tells what full precision was.
+            value_bits=self.facts.full_bits,
+        )
 
     def acts(self) -> list[Act]:
         """The acts: copies are made first, from what is still whole, then the rest."""
