@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("policy",),
     ("models", "engine"),
     ("chat",),
-    ("graph", "observe", "serve"),
+    ("graph", "observe", "evaluation", "serve"),
     ("examples", "cli", "__main__"),
     ("__init__",),
 )
@@ -37,7 +37,7 @@ RANK = {
     room: (floor, place) for floor, rooms in enumerate(FLOORS) for place, room in enumerate(rooms)
 }
 
-ABOVE_ENGINE = {"chat", "graph", "observe", "serve", "cli"}
+ABOVE_ENGINE = {"chat", "graph", "observe", "evaluation", "serve", "cli"}
 THIRD_PARTIES: dict[str, set[str]] = {
     "torch": {"kv", "models", "engine", *ABOVE_ENGINE},
     "transformers": {"models", "engine"},
@@ -54,7 +54,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "pydantic": ABOVE_ENGINE,
     "typing_extensions": {"chat", "graph"},
     "langgraph": {"graph", "observe", "serve", "cli"},
-    "rich": {"models", "observe", "cli"},
+    "rich": {"models", "observe", "evaluation", "cli"},
 }
 """Which rooms may import what; a name that is not here may be imported nowhere."""
 

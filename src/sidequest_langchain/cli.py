@@ -31,6 +31,7 @@ examples:
   sidequest demo                 the Tree-of-Thoughts travel planner
   sidequest demo --help          its options
   sidequest bench --help         this package and its peers on the same work
+  sidequest eval --help          what a managed cache costs in quality
 
 Models are kept in a folder of the user's cache, or of SIDEQUEST_HOME.
 """
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _demo(words[1:])
         if words[:1] == ["bench"]:
             return _bench(words[1:])
+        if words[:1] == ["eval"]:
+            return _eval(words[1:])
         return _run(_parser().parse_args(words))
     except SystemExit as leaving:  # argparse: after --help, --version, or a mistake
         return leaving.code if isinstance(leaving.code, int) else 2
@@ -96,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("models", help="list the catalogue, and what is on this machine")
     commands.add_parser("demo", help="run the Tree-of-Thoughts travel planner", add_help=False)
     commands.add_parser("bench", help="measure this package and its peers", add_help=False)
+    commands.add_parser(
+        "eval", help="measure what a managed cache costs in quality", add_help=False
+    )
     return parser
 
 
@@ -217,6 +223,13 @@ def _bench(words: list[str]) -> int:
     """Run the benchmarks, whose words these are."""
     command = importlib.import_module("sidequest_langchain.examples.benchmarks.command")
     return int(command.main(words))
+
+
+def _eval(words: list[str]) -> int:
+    """Measure quality. The planner is a task that only this floor can know."""
+    command = importlib.import_module("sidequest_langchain.evaluation.command")
+    task = importlib.import_module("sidequest_langchain.examples.tree_of_thoughts.evaluating")
+    return int(command.main(words, solvers={task.TASK.name: (task.TASK, task.solve)}))
 
 
 def _size_below(folder: Path) -> str:

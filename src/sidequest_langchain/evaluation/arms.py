@@ -1,0 +1,60 @@
+"""Who is compared: a policy at a budget, and the cache settings that make it so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sidequest_langchain.config import CacheConfig
+
+NONE = "none"
+"""The full cache: nothing is managed, no budget."""
+POLICIES = (NONE, "lru", "window", "h2o", "snapkv", "tova", "r_kv", "random", "staged")
+BUDGETS = (0.5, 0.35, 0.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One policy at one budget."""
+
+    policy: str
+    budget: float | None = None
+    """Share of the bytes that the full cache holds for the same sample; `None`: no limit."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this is the full cache."""
+        return self.budget is None
+
+    def __str__(self) -> str:
+        return self.policy if self.budget is None else f"{self.policy} at {self.budget:g}"
+
+
+def arms_of(policies: Iterable[str], budgets: Sequence[float]) -> tuple[Arm, ...]:
+    """The full cache first, then every other policy at every budget."""
+    managed = [policy for policy in dict.fromkeys(policies) if policy != NONE]
+    pairs = [Arm(policy=policy, budget=budget) for budget in budgets for policy in managed]
+    return (Arm(policy=NONE), *pairs)
+
+
+def has_policies() -> bool:
+    """Whether this version's cache can be told a policy."""
+    return "policy" in {field.name for field in fields(CacheConfig)}
+
+
+def settings_of(arm: Arm, full_bytes: int) -> CacheConfig:
+    """The cache settings of an arm.
+
+    Args:
+        arm: Policy and budget.
+        full_bytes: What the full cache holds for the same sample. The budget is in bytes at
+            the allocator, so that compressed rows count for what they are.
+
+    Raises:
+        ConfigError: The cache does not know the policy.
+    """
+    if arm.budget is None:
+        return CacheConfig()
+    given: dict[str, Any] = {"policy": arm.policy}
+    return CacheConfig(budget_bytes=max(1, round(arm.budget * full_bytes)), **given)

@@ -1,0 +1,156 @@
+"""Tasks over one long text: needles, keys, variables, common and frequent words.
+
+The first question stands in the prompt that brings the text. The others come when the text has
+been read, and perhaps evicted, without the reader knowing what would be asked. The ideas are
+those of RULER, arXiv:2404.06654; every word is ours.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from langchain_core.messages import HumanMessage, SystemMessage
+
+from sidequest_langchain.evaluation.sample import Ask, Count, Sample, Scorer, Task, filled, spread
+from sidequest_langchain.evaluation.scoring import lists, names
+from sidequest_langchain.evaluation.words import COLOURS, DOINGS, PEOPLE, THINGS, TOWNS, WEATHER
+
+_SHORT = 16  # tokens of an answer that is one word or number
+_SYSTEM = SystemMessage("You answer questions about a text, in as few words as you can.")
+
+
+def diary(chance: random.Random) -> Iterator[str]:
+    """Lines of noise without end, about 20 tokens each; no number stands in them."""
+    while True:
+        yield (
+            f"In {chance.choice(TOWNS)} there was {chance.choice(WEATHER)}, and "
+            f"{chance.choice(PEOPLE)} {chance.choice(DOINGS)}."
+        )
+
+
+def needle(chance: random.Random, n_tokens: int, count: Count) -> Sample:
+    """One fact in noise, asked at once, and again after another subject."""
+    owner, code = chance.choice(PEOPLE), _code(chance)
+    lines = filled(diary(chance), n_tokens, count)
+    lines = spread([f"The code of {owner}'s locker is {code}."], lines, chance)
+    question = f"What is the code of {owner}'s locker? Answer with the number only."
+    rest = Ask(messages=(HumanMessage("Say hello to me, in one word."),), max_tokens=8)
+    again = _ask(question, code, names(code))
+    return Sample(asks=(_read(lines, question, code, names(code)), rest, again))
+
+
+def keys(chance: random.Random, n_tokens: int, count: Count) -> Sample:
+    """Eight facts alike, of which three are asked for, one after the other."""
+    owners = chance.sample(PEOPLE, 8)
+    codes = {owner: _code(chance) for owner in owners}
+    facts = [f"The code of {owner}'s locker is {code}." for owner, code in codes.items()]
+    lines = spread(facts, filled(diary(chance), n_tokens - 110, count), chance)
+    return _three(lines, [
+        (f"What is the code of {owner}'s locker? Answer with the number only.", codes[owner],
+         names(codes[owner]))
+        for owner in chance.sample(owners, 3)
+    ])  # fmt: skip
+
+
+def variables(chance: random.Random, n_tokens: int, count: Count) -> Sample:
+    """Assignments in noise; a name's value is found by following one or two others."""
+    letters = chance.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", 6)
+    values = [_code(chance) for _ in range(3)]
+    firsts, seconds = letters[:3], letters[3:]
+    facts = [f"VAR_{name} = {value}" for name, value in zip(firsts, values, strict=True)]
+    facts += [f"VAR_{b} = VAR_{a}" for a, b in zip(firsts, seconds, strict=True)]
+    lines = spread(facts, filled(diary(chance), n_tokens - 70, count), chance)
+    asked = list(zip(seconds, values, strict=True))
+    chance.shuffle(asked)
+    asks = []
+    for i, (name, value) in enumerate(asked):
+        question = (
+            f"In the text VAR_{name} is set to another variable. Which one, and which number is "
+            f"that one set to? Answer in the form: VAR_{name} = VAR_? = number"
+        )
+        score = names(value, [other for other in values if other != value])
+        asks.append(
+            _ask(question, value, score, 32) if i else _read(lines, question, value, score, 32)
+        )
+    return Sample(asks=tuple(asks))
+
+
+def common(chance: random.Random, n_tokens: int, count: Count) -> Sample:
+    """Three words that stand in every line of a list, beside another that changes."""
+    pool = chance.sample(THINGS, len(THINGS))
+    often, once = pool[:3], pool[3:]
+
+    def rows() -> Iterator[str]:
+        while True:
+            row = [*often, chance.choice(once)]
+            chance.shuffle(row)
+            yield ", ".join(row)
+
+    lines = filled(rows(), n_tokens, count)
+    question = (
+        "In the word list that you have read, which three words are in every line? Answer with the "
+        "three words only."
+    )
+    read = _read(lines, question, ", ".join(often), lists(often, THINGS), max_tokens=24)
+    seen = [word for word in once if any(word in line.split(", ") for line in lines)]
+    asks = [read]
+    for word in chance.sample(often, 2):
+        options = [word, *chance.sample(seen, min(2, len(seen)))]
+        chance.shuffle(options)
+        choice = f"Which of these words is in every line of the list: {', '.join(options)}?"
+        rivals = [option for option in options if option != word]
+        asks.append(_ask(f"{choice} Answer with that word only.", word, names(word, rivals)))
+    return Sample(asks=tuple(asks))
+
+
+def frequent(chance: random.Random, n_tokens: int, count: Count) -> Sample:
+    """Votes: one colour has about two thirds of them."""
+    winner, *others = chance.sample(COLOURS, 4)
+
+    def votes() -> Iterator[str]:
+        while True:
+            choice = winner if chance.random() < 0.65 else chance.choice(others)
+            yield f"{chance.choice(PEOPLE)} of {chance.choice(TOWNS)} votes for {choice}."
+
+    lines = filled(votes(), n_tokens, count)
+    question = "Which colour has by far the most votes? Answer with the colour only."
+    rest = Ask(messages=(HumanMessage("Say hello to me, in one word."),), max_tokens=8)
+    score = names(winner, others)
+    return Sample(asks=(_read(lines, question, winner, score), rest, _ask(question, winner, score)))
+
+
+def _three(lines: Sequence[str], questions: Sequence[tuple[str, str, Scorer]]) -> Sample:
+    first, *later = questions
+    return Sample(asks=(_read(lines, *first), *(_ask(*question) for question in later)))
+
+
+def _read(
+    lines: Sequence[str], question: str, expected: str, score: Scorer, max_tokens: int = _SHORT
+) -> Ask:
+    text = "\n".join(lines)
+    return Ask(
+        messages=(_SYSTEM, HumanMessage(f"Read this text.\n\n{text}\n\n{question}")),
+        max_tokens=max_tokens,
+        score=score,
+        expected=expected,
+    )
+
+
+def _ask(question: str, expected: str, score: Scorer, max_tokens: int = _SHORT) -> Ask:
+    return Ask(
+        messages=(HumanMessage(question),), max_tokens=max_tokens, score=score, expected=expected
+    )
+
+
+def _code(chance: random.Random) -> str:
+    return str(chance.randint(1000, 9999))
+
+
+TEXTS = (
+    Task(name="needle", about="one fact in noise, asked twice", make=needle),
+    Task(name="keys", about="three of eight facts alike", make=keys),
+    Task(name="variables", about="values found through other names", make=variables),
+    Task(name="common", about="the words that are in every line of a list", make=common),
+    Task(name="frequent", about="the choice with the most votes", make=frequent),
+)
