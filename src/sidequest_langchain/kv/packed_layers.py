@@ -130,20 +130,17 @@ class GridLayers:
 
     def load(self, place: int, first: int, last: int) -> Rows:
         """Rows `first..last` in new memory, in the dtype they had, rounded once."""
-        n, dtype = last - first, self.key_zero.dtype
-        # `select` and `narrow` take half the time of an index, and few rows cost only calls.
-        codes = self.codes.select(0, place).narrow(2, first, n)
         dims = (self.key_zero.shape[-1], self.value_dim)
-        keys, values = quantise.taken_out(codes, self.bits, dims)
-        grid = Grid(self.key_scale.select(0, place), self.key_zero.select(0, place))
+        keys, values = quantise.taken_out(self.codes[place, :, :, first:last], self.bits, dims)
         if self.groups is None:
-            quantise.put_keys(keys, grid, self.skip + first)
+            grid = Grid(self.key_scale, self.key_zero)
+            quantise.put_keys(keys, grid, place, self.skip + first)
         else:
-            lines = self.groups.narrow(0, first, n)
-            quantise.put_rows(keys, Grid(*(t.index_select(1, lines) for t in grid)))
-        scale = self.value_scale.select(0, place).narrow(1, first, n)
-        zero = self.value_zero.select(0, place).narrow(1, first, n)
+            lines, of_layer = self.groups[first:last], (self.key_scale[place], self.key_zero[place])
+            quantise.put_rows(keys, Grid(*(t.index_select(1, lines) for t in of_layer)))
+        scale, zero = self.value_scale[place, :, first:last], self.value_zero[place, :, first:last]
         quantise.put_rows(values, Grid(scale, zero))
+        dtype = self.key_zero.dtype
         if dtype == torch.float32:
             return keys, values
         return keys.to(dtype), values.to(dtype)
