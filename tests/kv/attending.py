@@ -88,8 +88,11 @@ class Fed:
         return tokens_to(self.path.tip) + (tuple(ids(self.text)) if self.is_stored else ())
 
 
-def densely(world, tokens, n_new, layer, features):
-    """Causal attention of the last `n_new` tokens in float64, one token at a time."""
+def densely(world, tokens, n_new, layer, features, unseen=None):
+    """Causal attention of the last `n_new` tokens in float64, one token at a time.
+
+    `unseen`: positions that no query but the token's own sees; by KV head where it is a list.
+    """
     q, k, v = (t.double() for t in world.qkv(tokens, 0, layer))
     group = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
@@ -99,6 +102,9 @@ def densely(world, tokens, n_new, layer, features):
         scores = torch.einsum("hd,hsd->hs", q[:, at], k[:, first : at + 1]) * features.scaling
         if features.softcap is not None:
             scores = features.softcap * torch.tanh(scores / features.softcap)
+        for head, gone in enumerate(by_heads(unseen, scores.shape[0], group)):
+            hidden = [position - first for position in gone if first <= position < at]
+            scores[head, hidden] = float("-inf")
         if features.sinks is not None:
             scores = torch.cat([scores, features.sinks.double()[:, None]], 1)
         weights = scores.softmax(-1)[:, : at + 1 - first]
@@ -106,15 +112,37 @@ def densely(world, tokens, n_new, layer, features):
     return torch.stack(out)
 
 
-def run(world, grove, fed, features_of, *, tolerance=2e-5):
-    """One step over all layers, compared with the dense way; then the tree counts it."""
-    plan = StepPlan([f.row(grove.tree) for f in fed])
+def by_heads(unseen, n_heads, group):
+    """What each query head does not see."""
+    if isinstance(unseen, list):
+        return [gone for gone in unseen for _ in range(group)]
+    return [unseen or ()] * n_heads
+
+
+def run(world, grove, fed, features_of, *, tolerance=2e-5, unseen=None, **plan_options):
+    """One step over all layers, compared with the dense way; then the tree counts it.
+
+    `unseen(f, layer)` says what the dense way masks of what is fed.
+    """
+    plan = StepPlan([f.row(grove.tree) for f in fed], **plan_options)
     for layer in range(len(HEADS)):
         features = features_of(layer)
         out = attend_layer(world, plan, fed, layer, features)
         n_heads, value_dim = HEADS[layer][0], HEADS[layer][3]
         assert (out.shape, out.dtype) == ((plan.n_tokens, n_heads, value_dim), world.dtype)
-        wanted = torch.cat([densely(world, f.tokens, len(f.text), layer, features) for f in fed])
+        wanted = torch.cat(
+            [
+                densely(
+                    world,
+                    f.tokens,
+                    len(f.text),
+                    layer,
+                    features,
+                    None if unseen is None else unseen(f, layer),
+                )
+                for f in fed
+            ]
+        )
         torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
     for f in fed:
         if f.is_stored:

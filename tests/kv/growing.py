@@ -126,14 +126,37 @@ def text_of(path: Path) -> str:
 
 
 def check_rows(grove: Grove) -> None:
-    """Every resident row is the one its tokens ask for, in every layer."""
+    """Every resident row is the one its tokens ask for, in every layer; packed ones nearly."""
     for segment in grove.tree.segments():
         tokens = tokens_to(segment)
         for layer in range(len(grove.tree.layout)):
-            k, v = grove.rows_of(tokens, segment.start, layer)
+            rows = grove.rows_of(tokens, segment.start, layer)
             where = (segment.segment_id, layer, "".join(map(chr, tokens)))
-            assert torch.equal(segment.keys[layer][:, : segment.n_rows], k), where
-            assert torch.equal(segment.values[layer][:, : segment.n_rows], v), where
+            dense = [t[:, : segment.n_rows] for t in (segment.keys[layer], segment.values[layer])]
+            for held, asked in zip(dense, rows, strict=True):
+                assert torch.equal(held, stored_of(segment, asked, layer)), where
+            for block in segment.packed:
+                for held, asked in zip(block.load(layer), rows, strict=True):
+                    near(held, asked[:, list(block.offsets)], asked, block.bits)
+
+
+def near(held: Tensor, asked: Tensor, whole: Tensor, bits: int) -> None:
+    """Whether rows differ by no more than their precision asks for."""
+    assert held.dtype == asked.dtype
+    most = (whole.max() - whole.min()).item() / (2**bits - 2) + 1e-3 * whole.abs().max().item()
+    assert (held.double() - asked.double()).abs().max() <= most
+
+
+def stored_of(segment: Segment, rows: Tensor, layer: int) -> Tensor:
+    """Those of all rows of a segment, `[H, S, D]`, that its storage should hold."""
+    if segment.kept_by_head is not None:
+        keep = segment.kept_by_head[layer]
+        stored = segment.keys[layer], segment.values[layer]
+        padded = torch.cat([rows, torch.full_like(rows[:, :1], float("nan"))], 1)
+        wanted = padded.gather(1, keep.unsqueeze(-1).expand(-1, -1, rows.shape[2]))
+        found = next((t for t in stored if t.shape == wanted.shape), wanted)
+        return torch.where(wanted.isnan(), found, wanted)
+    return rows if segment.kept is None else rows[:, list(segment.kept)]
 
 
 def resident_heads(tree: SegmentTree) -> set[tuple[str, tuple[int, ...]]]:

@@ -16,6 +16,8 @@ from sidequest_langchain.kv.integrity import check_integrity
 from sidequest_langchain.kv.receipts import KVUsage, ReleaseReceipt, SegmentInfo
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.labels import PathSelector
+from sidequest_langchain.policy.manager import Manager
+from sidequest_langchain.policy.receipts import ActReceipt, RunReceipt
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +65,11 @@ class KVSegments:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._receipts: deque[ReleaseReceipt] = deque(maxlen=N_RECEIPTS)
+        self._receipts: deque[ReleaseReceipt | ActReceipt] = deque(maxlen=N_RECEIPTS)
         self._observers: list[Observer] = []
         core.tree.on_release = self._note
+        if core.manager is not None:
+            core.manager.log.observers.append(self._receipts.append)
 
     def segments(self, thread_id: str | None = None) -> list[SegmentInfo]:
         """The resident segments, parents first; with `thread_id`, those of its paths only."""
@@ -143,9 +147,46 @@ class KVSegments:
         pins = self._core.call(lambda: [tree.pin(p) for p in tree.select(selector)]).result()
         return Pin(self._core, pins)
 
-    def receipts(self) -> tuple[ReleaseReceipt, ...]:
-        """The most recent releases, oldest first."""
+    def receipts(self) -> tuple[ReleaseReceipt | ActReceipt, ...]:
+        """The most recent releases and acts of the managed cache, oldest first."""
         return tuple(self._receipts)
+
+    def run_receipt(self) -> RunReceipt:
+        """All that the managed cache did since the engine started, in sum.
+
+        Raises:
+            ConfigError: The settings name no policy.
+        """
+        return self._manager().log.summary()
+
+    def recall(
+        self, path: str, *, thread_id: str | None = None, reason: str = "recalled"
+    ) -> tuple[ActReceipt, ...]:
+        """Bring back what left the paths named `path`, at its true positions.
+
+        Exact, as far as copies are kept in a slower tier: `CacheConfig(tiers=...)`. Rows that were
+        hidden are seen again. Packed rows come back at full precision if their originals are kept.
+
+        Raises:
+            ConfigError: The settings name no policy.
+            BudgetExceeded: There is no room for what would come back.
+        """
+        manager, tree = self._manager(), self._core.tree
+        selector = _named(path, thread_id)
+
+        def recall() -> list[ActReceipt]:
+            return manager.recall([p.tip for p in tree.select(selector)], reason)
+
+        return tuple(self._core.call(recall).result())
+
+    def manage(self) -> tuple[ActReceipt, ...]:
+        """Run a management cycle now, and return what it did.
+
+        Raises:
+            ConfigError: The settings name no policy.
+            BudgetExceeded: The budget cannot be kept.
+        """
+        return tuple(self._core.call(self._manager().manage).result())
 
     @property
     def serial(self) -> int:
@@ -172,6 +213,16 @@ class KVSegments:
 
     def __str__(self) -> str:
         return draw(self.segments())
+
+    def _manager(self) -> Manager:
+        manager = self._core.manager
+        if manager is None:
+            msg = (
+                "nothing is managed: the model was made without a policy; give "
+                "cache=CacheConfig(policy='staged', budget_tokens=...)"
+            )
+            raise ConfigError(msg)
+        return manager
 
     def _note(self, receipt: ReleaseReceipt) -> None:
         self._receipts.append(receipt)
@@ -205,7 +256,7 @@ def _info(segment: Segment) -> SegmentInfo:
         parent_id=parent.segment_id if parent is not None and parent.parent is not None else None,
         scope=segment.scope,
         start=segment.start,
-        n_tokens=segment.n_rows,
+        n_tokens=segment.n_tokens,
         n_bytes=segment.n_bytes,
         n_readers=n_readers,
         labels=tuple(p.label for p in sorted(segment.paths, key=lambda p: p.serial)),

@@ -20,7 +20,7 @@ def check_integrity(tree: SegmentTree) -> None:
         _check_segment(segment)
         known = all(tree.paths.get(p.serial) is p for p in segment.paths)
         _require(known, f"segment {segment.segment_id} holds strange paths")
-    heads = [(id(s.parent), s.token_ids[0]) for s in seen if s.n_rows and not s.is_open]
+    heads = [(id(s.parent), s.token_ids[0]) for s in seen if s.n_tokens and not s.is_open]
     _require(len(heads) == len(set(heads)), "a segment repeats a sibling's rows")
     lost = [s.segment_id for s in seen if s.is_idle_leaf and s not in tree.idle]
     _require(not lost, f"no sweep would find the idle segments {lost}")
@@ -30,10 +30,11 @@ def check_integrity(tree: SegmentTree) -> None:
     for segment in seen:
         _check_fellows(segment, seen)
     tensors = [t for s in seen for t in (*s.storage.keys, *s.storage.values)]
+    tensors += [t for s in seen for block in s.packed for t in block.tensors().values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     storages.pop(0, None)  # those without a byte
     _require(sum(storages.values()) == tree.n_bytes, "bytes do not add up")
-    _require(sum(s.n_rows for s in seen) == tree.n_tokens, "tokens do not add up")
+    _require(sum(s.n_resident for s in seen) == tree.n_tokens, "tokens do not add up")
 
 
 def _check_segment(segment: Segment) -> None:
@@ -47,10 +48,23 @@ def _check_segment(segment: Segment) -> None:
         is_own = tensor.is_contiguous() or bool(segment.fellows)
         _require(is_own and not tensor.requires_grad, f"{name} is a view")
     _require(segment.n_rows <= segment.capacity, f"{name}: more tokens than rows")
-    _require(segment.is_open or segment.capacity == segment.n_rows, f"{name} has slack")
+    # A sealed segment may keep the room it had to grow, until its path ends.
+    is_full = segment.capacity == segment.n_rows
+    _require(is_full or _is_run_on(segment), f"{name} has slack")
     is_kept_empty = segment.is_open or segment.n_pins > 0
-    _require(is_kept_empty or segment.n_rows > 0, f"{name} is empty")
+    _require(is_kept_empty or segment.n_tokens > 0, f"{name} is empty")
     _require(all(p.tip is segment for p in segment.paths), f"{name} holds strange paths")
+
+
+def _is_run_on(segment: Segment) -> bool:
+    """Whether a running path stands on a segment."""
+    stack = [segment]
+    while stack:
+        at = stack.pop()
+        if at.is_open:
+            return True
+        stack.extend(at.children)
+    return False
 
 
 def _check_fellows(segment: Segment, seen: set[Segment]) -> None:

@@ -43,7 +43,8 @@ class Partial(Protocol):
             v: Values, `[H, S, Dv]`.
             scaling: Factor of the scores.
             is_causal: Query `i` sees keys `0..i` (T equals S); excludes `visible`.
-            visible: Which keys each query sees, bool `[T, S]`; `None` is all.
+            visible: Which keys each query sees, bool `[T, S]`, or by KV head `[H, T or 1, S]`;
+                `None` is all.
             softcap: Scores become `softcap * tanh(score / softcap)`.
         """
         ...
@@ -67,10 +68,12 @@ def math_partial(
     n_queries, n_keys = q.shape[1], k.shape[1]
     if is_causal:
         visible = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q.device).tril()
+    elif visible is not None and visible.dim() == 3:
+        visible = visible.repeat_interleave(q.shape[0] // k.shape[0], 0)
     parts = []
     for start in range(0, n_keys, KEY_BLOCK):
         block = slice(start, min(start + KEY_BLOCK, n_keys))
-        seen = None if visible is None else visible[:, block]
+        seen = None if visible is None else visible[..., block]
         parts.append(_score(q, k[:, block], v[:, block], scaling, seen, softcap))
     if len(parts) == 1:
         return parts[0]

@@ -19,7 +19,8 @@ def cpu_partial(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`Partial` by the fused kernel; what it cannot do goes to `math_partial`."""
-    if softcap is not None or k.shape[2] != v.shape[2]:
+    is_by_head = visible is not None and visible.dim() == 3
+    if softcap is not None or is_by_head or k.shape[2] != v.shape[2]:
         return math_partial(
             q, k, v, scaling=scaling, is_causal=is_causal, visible=visible, softcap=softcap
         )

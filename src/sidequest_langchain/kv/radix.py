@@ -5,13 +5,18 @@ It must not know whose the segments are; `tree` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from sidequest_langchain.kv import chain
+from sidequest_langchain.kv import by_head, chain
 from sidequest_langchain.kv.idle import IdleLeaves
 from sidequest_langchain.kv.layout import KVLayout, bytes_per_token
+from sidequest_langchain.kv.residency import Archived
 from sidequest_langchain.kv.segment import Segment, n_common
 from sidequest_langchain.kv.storage import Storage
+
+if TYPE_CHECKING:
+    from sidequest_langchain.kv.archive import Archive
 
 
 class RadixTree:
@@ -25,6 +30,10 @@ class RadixTree:
         self.peak_bytes = 0
         self.n_tokens = 0
         self.idle = IdleLeaves()
+        self.archive: Archive | None = None
+        """Where copies of rows go; set by the owner."""
+        self.most_joined_rows: int | None = None
+        """Rows that segments are joined to at most; `None` is any number."""
         self._roots: dict[str, Segment] = {}
         self._clock = 0
         self._n_segments_made = 0
@@ -60,9 +69,9 @@ class RadixTree:
                 # needs no cut, and it alone leads on.
                 if n + n_same > longest or (n_same and n + n_same == longest and not child.is_open):
                     found, longest = child, n + n_same
-                if n_same and n_same == child.n_rows and not child.is_open:
+                if n_same and n_same == child.n_tokens and not child.is_open:
                     step = child
-            segment, n = step, n + (step.n_rows if step is not None else 0)
+            segment, n = step, n + (step.n_tokens if step is not None else 0)
         return found, longest
 
     def _root(self, scope: str) -> Segment:
@@ -84,37 +93,62 @@ class RadixTree:
             at.last_used = self._clock
             at = at.parent
 
-    def _account(self, change: int) -> None:
+    def _account(self, change: int, n_copied: int = 0) -> None:
+        """Book a change of the resident bytes.
+
+        Args:
+            change: Bytes more, or fewer.
+            n_copied: Bytes of new storages that were there together with what they replace.
+        """
+        before = self.n_bytes
         self.n_bytes += change
-        self.peak_bytes = max(self.peak_bytes, self.n_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.n_bytes, before + n_copied)
 
     def _cut(self, segment: Segment, n_head: int) -> Segment:
-        """Make a segment end after `n_head` rows and return what ends there.
+        """Make a segment end after `n_head` tokens and return what ends there.
 
         The tail keeps its identity, so that a running request's tip stays its tip; an open
-        segment is cut even at its very end, since it will grow there.
+        segment is cut even at its very end, since it will grow there. A managed segment stays
+        so in both parts: rows that left stay away.
         """
-        if n_head == segment.n_rows and not segment.is_open:
+        if n_head == segment.n_tokens and not segment.is_open:
             return segment
         parent = segment.parent
         assert parent is not None
         head = self._new_segment(segment.scope, parent)
-        gained = lost = 0
+        n_bytes, n_copied = segment.n_bytes, 0
         try:
             if segment.fellows:
                 chain.split(segment, head, n_head)
+            elif segment.kept_by_head is not None:
+                n_copied = by_head.split(segment, head, n_head)
             else:
-                gained = head.copy_head(segment, n_head)
-                lost = segment.drop_head(n_head)
+                of_head, of_rest = segment.split_residency(n_head)
+                head.copy_head(segment, n_head, of_head)
+                segment.drop_head(n_head, of_rest)
+                n_copied = head.n_bytes + segment.n_bytes
         except BaseException:  # no memory for the copies: as if nothing had been asked
             parent.children.remove(head)
             raise
+        self._hold_twice(head, segment)
         parent.children.remove(segment)
         segment.parent = head
         head.children.append(segment)
         head.last_used = segment.last_used
-        self._account(gained + lost)
+        self._account(head.n_bytes + segment.n_bytes - n_bytes, n_copied)
         return head
+
+    def _hold_twice(self, head: Segment, rest: Segment) -> None:
+        """Copies in the archive that two segments have now need two to drop them."""
+        if self.archive is not None:
+            for ticket in {a.ticket for a in head.archived} & {a.ticket for a in rest.archived}:
+                self.archive.hold(ticket)
+
+    def _drop_copies(self, gone: Iterable[Archived], left: Iterable[Archived] = ()) -> None:
+        """Let the archive forget copies of which a segment has no row left."""
+        if self.archive is not None:
+            for ticket in {a.ticket for a in gone} - {a.ticket for a in left}:
+                self.archive.drop(ticket)
 
     def _move_under(self, segment: Segment, parent: Segment) -> None:
         old = segment.parent
@@ -124,20 +158,37 @@ class RadixTree:
         segment.parent = parent
         self.idle.note(old)
 
-    def _drop_head(self, segment: Segment, n_rows: int) -> None:
-        storage, fellows = segment.storage, segment.fellows
-        self._account(segment.drop_head(n_rows))
+    def _drop_head(self, segment: Segment, n_head: int) -> None:
+        storage, fellows, n_rows = segment.storage, segment.fellows, segment.n_resident
+        archived = segment.archived
+        if segment.kept_by_head is not None:
+            change = by_head.drop_head(segment, n_head)
+        else:
+            change = segment.drop_head(n_head, segment.split_residency(n_head)[1])
+        self._account(change, segment.n_bytes)
         if fellows:
-            self._account(chain.settle(storage, fellows))
-        self.n_tokens -= n_rows
+            self._settle(storage, fellows)
+        self.n_tokens -= n_rows - segment.n_resident
+        self._drop_copies(archived, segment.archived)
+
+    def _settle(self, storage: Storage, fellows: list[Segment]) -> int:
+        """Give back what left a shared storage. Returns the change in bytes."""
+        n_bytes = storage.n_bytes
+        change = chain.settle(storage, fellows)
+        self._account(change, n_bytes + change if change else 0)
+        return change
 
     def _join(self, segment: Segment) -> None:
         """Let the path to a closed segment be read from few storages; exact."""
-        for segments in chain.to_join([s for s in segment.path() if s.n_rows]):
+        path = [s for s in segment.path() if s.n_tokens]
+        for segments in chain.to_join(path, self.most_joined_rows):
+            n_bytes = sum(s.n_bytes for s in segments)
             try:
                 chain.join(segments)
             except (MemoryError, RuntimeError):  # only slower without; torch's is a RuntimeError
                 return
+            joined = segments[0].storage.n_bytes
+            self._account(joined - n_bytes, joined)  # room to grow of sealed ones goes
 
     def _free_unneeded(self, segment: Segment, gone: list[Segment]) -> int:
         """Free a segment and then its ancestors, as far up as nobody needs them."""
@@ -152,9 +203,7 @@ class RadixTree:
             gone.append(at)
             at = parent
         for storage, fellows in shared.values():
-            change = chain.settle(storage, fellows)
-            self.n_bytes += change
-            freed -= change
+            freed -= self._settle(storage, fellows)
         if at.parent is None and not at.children:
             self._roots.pop(at.scope, None)
         return freed
@@ -165,7 +214,8 @@ class RadixTree:
         parent.children.remove(segment)
         self.idle.forget(segment)
         self.idle.note(parent)
-        self.n_tokens -= segment.n_rows
+        self.n_tokens -= segment.n_resident
+        self._drop_copies(segment.archived)
         freed = segment.free()
         self.n_bytes -= freed
         return freed

@@ -10,23 +10,26 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sidequest_langchain.kv.layout import KVLayout
+from sidequest_langchain.kv.residency import Residency
 from sidequest_langchain.kv.storage import Storage
+from sidequest_langchain.kv.tokens import Tokens
 from sidequest_langchain.labels import StepLabel
 
 GROWTH_ROWS = 32
 """An open segment grows by at least this many rows, so that decoding seldom copies."""
 
 
-class Segment:
+class Segment(Tokens):
     """Tokens with their K/V, as a node of the tree.
 
     The storage is the segment's own, or one that closed segments in a row have together and
     that shrinks when one of them goes: freeing a segment frees its bytes.
-    `len(token_ids) == n_rows` at all times outside of a step.
+    Every token has a row in it, unless the segment is managed: then `residency` says where the
+    rows are. Its tokens and positions stay as they were.
 
         rows      0 ........ n_rows ........ capacity
                   |  K/V     |  room to grow |
-        position  start      start + n_rows
+        position  start      end = start + n_tokens
     """
 
     __slots__ = (
@@ -43,18 +46,17 @@ class Segment:
         "scope",
         "segment_id",
         "start",
-        "token_ids",
     )
 
     def __init__(
         self, segment_id: int, scope: str, parent: Segment | None, layout: KVLayout
     ) -> None:
+        super().__init__()
         self.segment_id = segment_id
         self.scope = scope
         self.parent = parent
         self.children: list[Segment] = []
         self.start = 0 if parent is None else parent.end
-        self.token_ids: list[int] = []
         self.is_open = False
         self.n_pins = 0
         self.last_used = 0
@@ -90,21 +92,17 @@ class Segment:
         return self.n_rows if self.fellows else self._storage.capacity
 
     @property
-    def n_rows(self) -> int:
-        """Rows of K/V that are valid."""
-        return len(self.token_ids)
-
-    @property
     def end(self) -> int:
         """Position after its last token."""
         return self.start + len(self.token_ids)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its storage, room to grow included."""
+        """Bytes of its storage, room to grow included, and of its packed rows."""
+        packed = self.n_packed_bytes
         if self.fellows:
-            return self._storage.n_bytes // self._storage.capacity * self.n_rows
-        return self._storage.n_bytes
+            return self._storage.n_bytes // self._storage.capacity * self.n_rows + packed
+        return self._storage.n_bytes + packed
 
     @property
     def is_needed(self) -> bool:
@@ -118,11 +116,11 @@ class Segment:
         return not is_held
 
     def path(self) -> list[Segment]:
-        """The segments with rows from the first to this one; the root holds none."""
+        """The segments with tokens from the first to this one; the root holds none."""
         segments = []
         segment: Segment | None = self
         while segment is not None:
-            if segment.n_rows or segment is self:
+            if segment.token_ids or segment is self:
                 segments.append(segment)
             segment = segment.parent
         segments.reverse()
@@ -158,8 +156,8 @@ class Segment:
         return self._resize(self.n_rows)
 
     def crop(self, n_rows: int) -> int:
-        """Keep the first `n_rows` rows only; exact. Returns the change in bytes."""
-        del self.token_ids[n_rows:]
+        """Keep the first `n_rows` tokens of an open segment; exact. Returns the change in bytes."""
+        del self.token_ids[n_rows:], self.kinds[n_rows:]
         return self.fit()
 
     def rows(self, first: int, last: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -173,26 +171,48 @@ class Segment:
         """Have its rows, which are there already, at `first` of a storage shared with others."""
         self._storage, self._first, self.fellows = storage, first, fellows
 
-    def drop_head(self, n_rows: int) -> int:
-        """Forget the first `n_rows` rows, which another segment holds now; exact.
+    def drop_head(self, n_head: int, residency: Residency | None = None) -> int:
+        """Forget the first `n_head` tokens, which another segment holds now; exact.
+
+        Args:
+            n_head: How many.
+            residency: Where the rows of the others are, once it is cut.
 
         Returns:
             The change in bytes; what was shared with others goes with `chain.settle`.
         """
         first, last = self.place
-        before = 0 if self.fellows else self.n_bytes
-        storage = self._storage.copy(first + n_rows, last)
+        before = self.n_bytes if not self.fellows else 0
+        storage = self._storage.copy(first + self.n_rows_before(n_head), last)
         if self.fellows:
             self.fellows.remove(self)
         self.move_to(storage, 0, [])
-        del self.token_ids[:n_rows]
-        self.start += n_rows
+        self.forget_head(n_head, residency)
+        self.start += n_head
         return self.n_bytes - before
 
-    def copy_head(self, source: Segment, n_rows: int) -> int:
-        """Take copies of the first `n_rows` rows of `source`. Returns the bytes taken."""
-        self._storage = source._storage.copy(0, n_rows)
-        self.token_ids = source.token_ids[:n_rows]
+    def give_all(self, other: Segment, layout: KVLayout) -> None:
+        """Let another segment have the tokens and rows, and be empty after them; no copy."""
+        other.start, other.residency = self.start, self.residency
+        other.token_ids, other.kinds = self.token_ids, self.kinds
+        other.move_to(self._storage, self._first, [])
+        self.token_ids, self.kinds, self.residency = [], bytearray(), None
+        self.start = other.end
+        self.move_to(Storage.of(layout, 0), 0, [])
+
+    def copy_head(self, source: Segment, n_head: int, residency: Residency | None = None) -> int:
+        """Take copies of the rows of the first `n_head` tokens of `source`, which is no fellow.
+
+        Args:
+            source: What to copy from.
+            n_head: How many.
+            residency: Where their rows are, once it is cut.
+
+        Returns:
+            The bytes taken.
+        """
+        self._storage = source._storage.copy(0, source.n_rows_before(n_head))
+        self.take_head(source, n_head, residency)
         return self.n_bytes
 
     def free(self) -> int:
@@ -200,10 +220,13 @@ class Segment:
 
         None as long as others share the storage: see `chain.settle`.
         """
-        n_bytes = 0 if self.fellows else self.n_bytes
+        packed = self.n_packed_bytes
+        n_bytes = packed if self.fellows else self.n_bytes
         if self.fellows:
             self.fellows.remove(self)
         self.move_to(Storage([], [], 0), 0, [])
+        if self.residency is not None:  # nothing of it is resident, and no copy is its any more
+            self.residency = Residency(n_tokens=self.n_tokens, kept=())
         return n_bytes
 
     def _resize(self, capacity: int) -> int:

@@ -5,59 +5,61 @@ Made once a step, read by every layer; it must not know a model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from sidequest_langchain.kv.block_finding import find_blocks
+from sidequest_langchain.kv.blocks import Block, Row
+from sidequest_langchain.kv.parts import Part, RowsByHead, parts_of
+from sidequest_langchain.kv.residency import is_in_all_heads
 from sidequest_langchain.kv.segment import Segment
-from sidequest_langchain.kv.storage import Storage
+from sidequest_langchain.kv.watching import Decoded, Prefilled
+
+__all__ = ["Block", "Row", "StepPlan", "Watcher", "on_device"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One request's share of the step: `n_new` tokens at the end of the path to `tip`."""
+class Watcher(Protocol):
+    """Told by attention, in the middle of a step: it should be quick, and must change nothing."""
 
-    tip: Segment
-    n_new: int
-    position: int
-    """Position of the first of the new tokens."""
-    is_stored: bool = True
-    """False re-runs the last token of a prompt whose K/V is in the tree already."""
+    @property
+    def layers(self) -> frozenset[int]:
+        """Only these are reported."""
+        ...
 
+    def decoded(self, plan: StepPlan, layer: int, seen: Decoded) -> None:
+        """The decoding rows attended in a layer."""
+        ...
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """Rows of one storage, and the decoding rows that attend to them."""
-
-    rows: tuple[int, ...] | None
-    """Indices among the decoding rows; `None` is all of them."""
-    slot: int
-    """Depth in the path: blocks of one slot are seen by different rows."""
-    keys: Sequence[Tensor]
-    """K of every layer, `[H, S, D]`."""
-    values: Sequence[Tensor]
-    """V of every layer, `[H, S, Dv]`."""
-
-
-class _Span:
-    """Rows of a storage that the same decoding rows see, while a plan looks for more of them."""
-
-    __slots__ = ("first", "last", "rows", "slot", "storage")
-
-    def __init__(self, storage: Storage, first: int, rows: tuple[int, ...], slot: int) -> None:
-        self.storage = storage
-        self.first = self.last = first
-        self.rows = rows
-        self.slot = slot
+    def prefilled(self, plan: StepPlan, layer: int, seen: Prefilled) -> None:
+        """A chunk attended in a layer."""
+        ...
 
 
 class StepPlan:
     """The rows of one step, packed one after another into `n_tokens` tokens."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        *,
+        watcher: Watcher | None = None,
+        overlay: Mapping[Segment, Sequence[Part]] | None = None,
+    ) -> None:
+        """Plan a step.
+
+        Args:
+            rows: Who computes what.
+            watcher: Told of what attention sees.
+            overlay: Parts to read instead of a segment's own: a what-if, nothing is changed.
+
+        Raises:
+            ValueError: A row's horizon hides what the same row has stored.
+        """
         self.rows = tuple(rows)
+        self.watcher = watcher
         self.slices: list[tuple[int, int]] = []
         n = 0
         for row in self.rows:
@@ -66,10 +68,14 @@ class StepPlan:
         self.n_tokens = n
         self.sizes = [row.n_new for row in self.rows]
         """Tokens of every row."""
+        self._lineages = [row.tip.path() for row in self.rows]
+        self._parts: dict[Segment, Sequence[Part] | None] = dict(overlay or ())
+        self._has_overlay = bool(overlay)
         self.decoding = [i for i, row in enumerate(self.rows) if row.n_new == 1]
         self.prefilling = [i for i, row in enumerate(self.rows) if row.n_new > 1]
         self.stored = [i for i, row in enumerate(self.rows) if row.is_stored]
-        self._lineages = [row.tip.path() for row in self.rows]
+        if len(self.stored) < len(self.rows) or any(row.horizon is not None for row in self.rows):
+            self._look_at_own_rows()
         self._blocks: dict[int | None, tuple[Block, ...]] = {}
         self._indices: dict[tuple[object, torch.device], Tensor] = {}
         self._masks: dict[tuple[object, torch.device], Tensor] = {}
@@ -94,6 +100,45 @@ class StepPlan:
         if found is None:
             found = self._counted[segment] = segment.rows(0, segment.n_rows)
         return found
+
+    def parts(self, segment: Segment) -> Sequence[Part] | None:
+        """How a segment is read; `None`: every token has its row in the storage."""
+        if segment.residency is None and not self._has_overlay:
+            return None
+        if segment not in self._parts:
+            managed = segment.residency
+            is_whole = managed is None or managed.is_whole
+            self._parts[segment] = None if is_whole else parts_of(segment)
+        return self._parts[segment]
+
+    def limit(self, row: int) -> int | None:
+        """The position at which a prefilling row's sight of stored rows ends; `None` is never."""
+        this = self.rows[row]
+        return this.horizon if this.is_stored or this.horizon is not None else this.position
+
+    def _look_at_own_rows(self) -> None:
+        """A row that is re-run and cannot see itself in the tree is a chunk of one token."""
+        for row in self.rows:
+            hides = row.horizon is not None and row.is_stored and row.tip.n_tokens
+            if hides and row.tip.end > (row.horizon or 0):
+                msg = f"the horizon {row.horizon} hides tokens that the row's own tip holds"
+                raise ValueError(msg)
+        blind = {
+            i for i in self.decoding if not self.rows[i].is_stored and not self._sees_itself(i)
+        }
+        if blind:
+            self.decoding = [i for i in self.decoding if i not in blind]
+            self.prefilling = sorted({*self.prefilling, *blind})
+
+    def _sees_itself(self, i: int) -> bool:
+        row = self.rows[i]
+        if row.horizon is not None and row.horizon <= row.position:
+            return False
+        for segment in reversed(self._lineages[i]):
+            if segment.start <= row.position < segment.end:
+                parts = self.parts(segment)
+                return parts is None or any(_has(p, row.position - segment.start) for p in parts)
+        return False
 
     def targets(self, layer: int) -> list[Tensor]:
         """Where a layer's new K go, `[H, n_new, D]` for every stored row; then its new V."""
@@ -158,34 +203,12 @@ class StepPlan:
         return self._indices[key, device], self._masks[key, device]
 
     def _find_blocks(self, window: int | None) -> tuple[Block, ...]:
-        seen: dict[tuple[Segment, int, int], tuple[list[int], int]] = {}
-        for j, i in enumerate(self.decoding):
-            row = self.rows[i]
-            oldest = 0 if window is None else row.position - window + 1
-            for slot, segment in enumerate(self._lineages[i]):
-                last = segment.n_rows + (1 if segment is row.tip and row.is_stored else 0)
-                first = max(0, oldest - segment.start)
-                if first < last:
-                    seen.setdefault((segment, first, last), ([], slot))[0].append(j)
-        ends: dict[tuple[int, int, tuple[int, ...]], _Span] = {}
-        for (segment, first, last), (members, slot) in seen.items():
-            who, at = tuple(members), segment.place[0]
-            # Segments that follow one another in one storage are one block for who sees both.
-            span = ends.pop((id(segment.storage), at + first, who), None)
-            if span is None:
-                span = _Span(segment.storage, at + first, who, slot)
-            span.last = at + last
-            ends[id(segment.storage), span.last, who] = span
-        return tuple(self._block(span) for span in ends.values())
-
-    def _block(self, span: _Span) -> Block:
-        keys, values = span.storage.views(span.first, span.last)
-        return Block(
-            rows=None if len(span.rows) == len(self.decoding) else span.rows,
-            slot=span.slot,
-            keys=keys,
-            values=values,
+        decoding = [(self.rows[i], self._lineages[i]) for i in self.decoding]
+        is_plain = not self._has_overlay and all(
+            segment.residency is None for _, lineage in decoding for segment in lineage
         )
+        parts_of = None if is_plain else self.parts
+        return find_blocks(decoding, parts_of, window, is_merged=self.watcher is None)
 
     def band(self, row: int, window: int, device: torch.device) -> Tensor:
         """Which of its own tokens a prefilling row's tokens see, bool `[T, T]`."""
@@ -205,6 +228,13 @@ class StepPlan:
             keys = torch.arange(segment.start, segment.end, device=device).unsqueeze(0)
             self._masks[key, device] = keys > queries - window
         return self._masks[key, device]
+
+
+def _has(part: Part, offset: int) -> bool:
+    """Whether a query sees the row of a token in a part, in all of its heads."""
+    if isinstance(part, RowsByHead):
+        return not part.is_masked and is_in_all_heads(part.keep, offset)
+    return offset < part.n_rows if part.offsets is None else offset in part.offsets
 
 
 def on_device(device: torch.device, tensor: Tensor) -> Tensor:

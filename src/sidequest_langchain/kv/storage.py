@@ -6,6 +6,7 @@ It must not know tokens or the tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -103,6 +104,41 @@ class Storage:
         values = [_cloned(t) for t in _cut(self._values, first, last)]
         return Storage(keys, values, last - first)
 
+    def gathered(self, rows: Sequence[int]) -> Storage:
+        """A new storage that holds copies of some rows, in the order given, and no more."""
+        if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and _is_ascending(rows):
+            return self.copy(rows[0], rows[-1] + 1)
+        if self._whole is not None:
+            return Storage._of_whole(_chosen(self._whole, rows))
+        keys = [_chosen(t, rows) for t in self._keys]
+        values = [_chosen(t, rows) for t in self._values]
+        return Storage(keys, values, len(rows))
+
+    def gathered_by_head(self, rows: Tensor) -> Storage:
+        """A new storage that holds copies of rows of their own for each layer and head.
+
+        Args:
+            rows: Which, long `[L, H, n]`; all layers have `H` heads.
+        """
+        if self._whole is not None:
+            both = torch.cat([rows, rows]).to(self._whole.device).unsqueeze(-1)
+            index = both.expand(-1, -1, -1, self._whole.shape[3])
+            return Storage._of_whole(self._whole.gather(2, index))
+        keys, values = (
+            [
+                t.gather(1, of_layer.to(t.device).unsqueeze(-1).expand(-1, -1, t.shape[2]))
+                for t, of_layer in zip(tensors, rows, strict=True)
+            ]
+            for tensors in (self._keys, self._values)
+        )
+        return Storage(keys, values, rows.shape[2])
+
+    def write(self, rows: Sequence[int], keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Put K and V, `[H, len(rows), D]` a layer, at some rows."""
+        for mine, given in ((self.keys, keys), (self.values, values)):
+            for tensor, new in zip(mine, given, strict=True):
+                tensor.index_copy_(1, torch.tensor(rows, device=tensor.device), new)
+
     def resized(self, n_rows: int, capacity: int) -> Storage:
         """A new storage with the first `n_rows` rows and room for `capacity`."""
         if self._whole is not None:
@@ -123,6 +159,15 @@ def _cut(tensors: list[Tensor], first: int, last: int) -> list[Tensor]:
 
 def _cloned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _chosen(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    index = torch.tensor(rows, dtype=torch.long, device=tensor.device)
+    return tensor.index_select(-2, index)
+
+
+def _is_ascending(rows: Sequence[int]) -> bool:
+    return all(b - a == 1 for a, b in pairwise(rows))
 
 
 def _resized(old: Tensor, n_rows: int, capacity: int) -> Tensor:

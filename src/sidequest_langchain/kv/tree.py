@@ -1,5 +1,7 @@
 """The tree of segments: match, begin, extend, commit, discard, release, pin, sweep.
 
+The acts on rows are in `acts`, `packing` and `keeping`, those on equal rows in `sharing`.
+
 One radix tree by token ids for each scope. It must not know a model, a graph or a thread:
 one owner calls it, from one thread at a time.
 """
@@ -10,13 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sidequest_langchain.kv.allocator import return_to_system
 from sidequest_langchain.kv.layout import KVLayout
-from sidequest_langchain.kv.radix import RadixTree
 from sidequest_langchain.kv.receipts import ReleaseReceipt
-from sidequest_langchain.kv.segment import Path, Segment, n_common
+from sidequest_langchain.kv.segment import Path, Segment
+from sidequest_langchain.kv.sharing import SharingTree
 from sidequest_langchain.labels import PathSelector, StepLabel
 
 
-class SegmentTree(RadixTree):
+class SegmentTree(SharingTree):
     """Every resident segment and every labelled path, with the bytes they hold."""
 
     def __init__(self, layout: KVLayout) -> None:
@@ -59,17 +61,25 @@ class SegmentTree(RadixTree):
 
     def reserve(self, path: Path, n_more: int, n_guesses: int = 0) -> None:
         """Make room for `n_more` rows in the tip, guesses among them."""
-        self._account(path.tip.reserve(n_more, n_guesses))
+        change = path.tip.reserve(n_more, n_guesses)
+        self._account(change, path.tip.n_bytes if change else 0)
 
-    def extend(self, path: Path, ids: Sequence[int]) -> None:
-        """Count rows that a forward pass has written into the tip of every layer."""
-        path.tip.token_ids.extend(ids)
+    def extend(self, path: Path, ids: Sequence[int], kinds: Sequence[int] | None = None) -> None:
+        """Count rows that a forward pass has written into the tip of every layer.
+
+        Args:
+            path: Running.
+            ids: Their tokens.
+            kinds: The `TokenKind` of each; all are `OTHER` unless given.
+        """
+        path.tip.extend(ids, kinds)
         self.n_tokens += len(ids)
 
     def crop(self, path: Path, n_rows: int) -> None:
         """Keep the first `n_rows` rows of a running path's tip; exact."""
         self.n_tokens -= path.tip.n_rows - n_rows
-        self._account(path.tip.crop(n_rows))
+        change = path.tip.crop(n_rows)
+        self._account(change, path.tip.n_bytes if change else 0)
 
     def commit(self, path: Path) -> None:
         """Close the tip of a path that ended well.
@@ -82,10 +92,12 @@ class SegmentTree(RadixTree):
         path.is_running = False
         try:
             if self._share(tip) is tip:
-                self._account(tip.fit())
+                change = tip.fit()
+                self._account(change, tip.n_bytes if change else 0)
         except BaseException:  # no memory to close it: the path still runs, and can be discarded
             tip.is_open = path.is_running = True
             raise
+        self._fit_path(path.tip)
         self._touch(path.tip)
         self.idle.note(path.tip)
         if path.is_released:
@@ -100,6 +112,8 @@ class SegmentTree(RadixTree):
         path.is_running = False
         path.tip.is_open = False
         self._forget(path)
+        if path.tip.n_pins:
+            self._fit_path(path.tip)
         return_to_system(self._free_unneeded(path.tip, []))
 
     # -- letting go ----------------------------------------------------------------------
@@ -141,7 +155,7 @@ class SegmentTree(RadixTree):
             path=_name_of(selector) if name is None else name,
             reason="prediction",
             freed_bytes=sum(s.n_bytes for s in gone),
-            freed_tokens=sum(s.n_rows for s in gone),
+            freed_tokens=sum(s.n_resident for s in gone),
             segments=tuple(sorted(s.segment_id for s in gone)),
             n_paths=len(chosen),
             is_known=bool(chosen),
@@ -201,45 +215,6 @@ class SegmentTree(RadixTree):
             return_to_system(self._free_unneeded(at, []))
 
     # -- inside --------------------------------------------------------------------------
-
-    def _share(self, segment: Segment) -> Segment:
-        """Let a closed segment stand on rows that siblings hold already; its own copies go.
-
-        No two closed siblings begin with the same token. Returns where its rows end now.
-        """
-        while segment.n_rows and segment.parent is not None:
-            twin, n_same = self._twin(segment, segment.parent.children)
-            if twin is None:
-                return segment
-            self._move_under(segment, self._cut(twin, n_same))
-            self._drop_head(segment, n_same)
-        return self._retire_empty(segment)
-
-    def _twin(self, segment: Segment, siblings: Sequence[Segment]) -> tuple[Segment | None, int]:
-        """The sibling to share with: the closed one if there is one, else the longest match."""
-        twin, n_most = None, 0
-        first = segment.token_ids[:1]  # most of a thousand dead branches begin otherwise
-        for sibling in (s for s in siblings if s is not segment and s.token_ids[:1] == first):
-            n = n_common(sibling.token_ids, segment.token_ids)
-            if not sibling.is_open:
-                return sibling, n
-            if n > n_most:
-                twin, n_most = sibling, n
-        return twin, n_most
-
-    def _retire_empty(self, segment: Segment) -> Segment:
-        """A closed segment without rows is none: what stands on it stands on its parent."""
-        parent = segment.parent
-        if segment.n_rows or parent is None or segment.n_pins:
-            return segment
-        for child in list(segment.children):
-            self._move_under(child, parent)
-        for path in segment.paths:
-            path.tip = parent
-        parent.paths |= segment.paths
-        segment.paths.clear()
-        self._remove(segment)
-        return parent
 
     def _is_held(self, path: Path) -> bool:
         return path.is_running or path.tip.n_pins > 0

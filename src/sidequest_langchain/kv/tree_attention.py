@@ -8,29 +8,21 @@ the learned ones of gpt-oss (one more logit without a value).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from sidequest_langchain.kv.features import Features
+from sidequest_langchain.kv.part_attention import read_block, read_segment
 from sidequest_langchain.kv.partial import Partial, math_partial, merge
 from sidequest_langchain.kv.partial_cpu import cpu_partial
 from sidequest_langchain.kv.partial_cuda import cuda_partial
+from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.step_plan import StepPlan
+from sidequest_langchain.kv.watching import Decoded, Prefilled
+
+__all__ = ["Features", "attend"]
 
 _PARTIALS: dict[str, Partial] = {"cpu": cpu_partial, "cuda": cuda_partial}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Features:
-    """What a layer asks of attention beyond queries, keys and values."""
-
-    scaling: float
-    window: int | None = None
-    """A token sees the last `window` positions, its own included; `None` is all."""
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    """One logit a query head without a value, `[Hq]`."""
 
 
 def attend(
@@ -55,11 +47,11 @@ def attend(
     _store(plan, layer, k, v)
     partial = _PARTIALS.get(q.device.type, math_partial)
     if not plan.prefilling:
-        return _decode(plan, layer, q, features, partial).transpose(0, 1).to(q.dtype)
+        return _decode(plan, layer, q, k.shape[0], features, partial).transpose(0, 1).to(q.dtype)
     out = q.new_empty(q.shape[1], q.shape[0], v.shape[2])
     if plan.decoding:
         tokens = plan.decoding_tokens(q.device)
-        decoded = _decode(plan, layer, q[:, tokens], features, partial)
+        decoded = _decode(plan, layer, q[:, tokens], k.shape[0], features, partial)
         out[tokens] = decoded.transpose(0, 1).to(q.dtype)
     for i in plan.prefilling:
         a, b = plan.slices[i]
@@ -79,12 +71,14 @@ def _store(plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
     torch._foreach_copy_(plan.targets(layer), [*keys, *values])
 
 
-def _decode(plan: StepPlan, layer: int, q: Tensor, features: Features, partial: Partial) -> Tensor:
+def _decode(
+    plan: StepPlan, layer: int, q: Tensor, n_kv: int, features: Features, partial: Partial
+) -> Tensor:
     """Output of the decoding rows, `[Hq, R, Dv]`."""
     blocks = plan.blocks(features.window)
     # The query heads of a KV group are queries of one head, so that K and V are read once for
     # them: `G` heads of `r` rows make `[H, G * r, D]`. They stay so until the parts are merged.
-    grouped = q.view(blocks[0].keys[layer].shape[0], -1, *q.shape[1:])
+    grouped = q.view(n_kv, -1, *q.shape[1:])
     shape = q.shape[:2]
     everyone = grouped.flatten(1, 2)
     singles = grouped.unbind(2) if plan.has_single(blocks) else ()
@@ -97,24 +91,42 @@ def _decode(plan: StepPlan, layer: int, q: Tensor, features: Features, partial: 
         else:
             members = plan.index(block.rows, block.rows, q.device)
             queries = grouped.index_select(2, members).flatten(1, 2)
-        out, lse = partial(
-            queries,
-            block.keys[layer],
-            block.values[layer],
-            scaling=features.scaling,
-            softcap=features.softcap,
-        )
+        if block.is_in_place:
+            out, lse = partial(
+                queries,
+                block.keys[layer],
+                block.values[layer],
+                scaling=features.scaling,
+                softcap=features.softcap,
+            )
+        else:
+            out, lse = read_block(block, layer, queries, features, partial)
         outputs.append(out)
         lses.append(lse)
     if len(blocks) == 1:
-        out, lse = outputs[0], lses[0]
-        return _with_sinks(out.reshape(*shape, -1), lse.reshape(shape), features.sinks)
+        out, lse = outputs[0].reshape(*shape, -1), lses[0].reshape(shape)
+        _tell_decoded(plan, layer, q, lses, lse, features)
+        return _with_sinks(out, lse, features.sinks)
     if all(block.rows is None for block in blocks):
         parts, sums = torch.stack(outputs), torch.stack(lses)
     else:
         parts, sums = _side_by_side(plan, features.window, grouped.shape[1], outputs, lses)
     out = merge(parts, sums).reshape(*shape, -1)
-    return _with_sinks(out, sums.reshape(-1, *shape), features.sinks)
+    sums = sums.reshape(-1, *shape)
+    _tell_decoded(plan, layer, q, lses, sums, features)
+    return _with_sinks(out, sums, features.sinks)
+
+
+def _tell_decoded(
+    plan: StepPlan, layer: int, q: Tensor, lses: list[Tensor], sums: Tensor, features: Features
+) -> None:
+    watcher = plan.watcher
+    if watcher is None or layer not in watcher.layers:
+        return
+    total = _total(sums, features.sinks)
+    blocks = plan.blocks(features.window)
+    seen = Decoded(q=q, blocks=blocks, lses=lses, total=total, features=features)
+    watcher.decoded(plan, layer, seen)
 
 
 def _side_by_side(
@@ -156,20 +168,71 @@ def _prefill(
     else:
         seen = plan.band(i, window, q.device)
         parts = [partial(q, k, v, scaling=scaling, visible=seen, softcap=softcap)]
+    limit = plan.limit(i)
+    owners: list[tuple[Segment, int]] = []
     for segment in plan.lineage(i):
+        managed = plan.parts(segment)
+        if managed is not None:
+            parts += read_segment(segment, managed, row, limit, layer, q, features, partial)
+            owners.append((segment, len(parts)))
+            continue
         oldest = 0 if window is None else row.position - window + 1
-        if segment.n_rows == 0 or oldest >= segment.end:
+        n_rows = segment.n_rows if limit is None else min(segment.n_rows, limit - segment.start)
+        if n_rows <= 0 or oldest >= segment.start + n_rows:
             continue
         keys, values = (rows[layer] for rows in plan.counted(segment))
         visible = None
         if window is not None and oldest + row.n_new - 1 > segment.start:
             visible = plan.visible(i, segment, window, q.device)
+        if n_rows < segment.n_rows:
+            keys, values = keys[:, :n_rows], values[:, :n_rows]
+            visible = None if visible is None else visible[:, :n_rows]
         parts.append(partial(q, keys, values, scaling=scaling, visible=visible, softcap=softcap))
+        owners.append((segment, len(parts)))
+    if plan.watcher is not None and layer in plan.watcher.layers:
+        _tell_prefilled(plan, i, layer, q, parts, owners, features)
     if len(parts) == 1:
         return _with_sinks(*parts[0], features.sinks)
     lses = torch.stack([lse for _, lse in parts])
     out = merge(torch.stack([out for out, _ in parts]), lses)
     return _with_sinks(out, lses, features.sinks)
+
+
+def _tell_prefilled(
+    plan: StepPlan,
+    i: int,
+    layer: int,
+    q: Tensor,
+    parts: list[tuple[Tensor, Tensor]],
+    owners: list[tuple[Segment, int]],
+    features: Features,
+) -> None:
+    """Report a chunk: `parts` are its own, then those of each segment up to a number of them."""
+    segments, lses = [], []
+    first = 1
+    for segment, last in owners:
+        if last > first:
+            segments.append(segment)
+            lses.append(torch.logsumexp(torch.stack([lse for _, lse in parts[first:last]]), 0))
+        first = last
+    total = _total(torch.stack([lse for _, lse in parts]), features.sinks)
+    seen = Prefilled(
+        row=i,
+        q=q,
+        segments=segments,
+        lses=lses,
+        own_lse=parts[0][1],
+        total=total,
+        features=features,
+    )
+    assert plan.watcher is not None
+    plan.watcher.prefilled(plan, layer, seen)
+
+
+def _total(sums: Tensor, sinks: Tensor | None) -> Tensor:
+    """Log-sum-exp over parts, `[Hq, R]` or `[P, Hq, R]`, and sinks."""
+    total = sums if sums.dim() == 2 else torch.logsumexp(sums, 0)
+    return total if sinks is None else torch.logaddexp(total, sinks.float().unsqueeze(1))
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:

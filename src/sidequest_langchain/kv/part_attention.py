@@ -1,0 +1,152 @@
+"""Attention to the parts of managed segments: rows with gaps, packed rows, rows by head.
+
+Packed rows are made readable `LOAD_ROWS` at a time. It must not know a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from sidequest_langchain.kv.block_finding import in_place, rows_seen
+from sidequest_langchain.kv.blocks import Block, Row
+from sidequest_langchain.kv.features import Features
+from sidequest_langchain.kv.partial import Partial, merge
+from sidequest_langchain.kv.parts import LOAD_ROWS, Part, RowsByHead
+from sidequest_langchain.kv.segment import Segment
+
+
+def read_block(
+    block: Block, layer: int, queries: Tensor, features: Features, partial: Partial
+) -> tuple[Tensor, Tensor]:
+    """`partial` of some decoding rows over a block that is not read in place.
+
+    Args:
+        block: Of a part.
+        layer: Which.
+        queries: `[H, G * r, D]`.
+        features: Scaling and softcap; the window is in the block.
+        partial: The device's.
+    """
+    assert block.part is not None
+    found = []
+    for first, last in _pieces(block.part, block.first, block.last):
+        k, v = block.part.load(layer, first, last)
+        found.append(
+            partial(
+                queries,
+                k,
+                v,
+                scaling=features.scaling,
+                visible=block.seen(layer, first, last, queries.device),
+                softcap=features.softcap,
+            )
+        )
+    return joined(found)
+
+
+def read_segment(
+    segment: Segment,
+    parts: Sequence[Part],
+    row: Row,
+    limit: int | None,
+    layer: int,
+    q: Tensor,
+    features: Features,
+    partial: Partial,
+) -> list[tuple[Tensor, Tensor]]:
+    """`partial` of a prefilling row's chunk over every piece of a segment that it sees.
+
+    Args:
+        segment: On the row's path.
+        parts: How it is read.
+        row: Whose chunk.
+        limit: Position from which on it sees nothing stored.
+        layer: Which.
+        q: `[Hq, T, D]`.
+        features: What the layer asks for.
+        partial: The device's.
+    """
+    window = features.window
+    low = 0 if window is None else row.position - window + 1 - segment.start
+    high = segment.n_tokens if limit is None else limit - segment.start
+    found = []
+    for part in parts:
+        seen = rows_seen(part, low, high)
+        if seen is None:
+            continue
+        for first, last in _pieces(part, *seen[:2]):
+            visible = _visible(part, segment, row, window, (first, last), seen[2:], layer, q.device)
+            k, v = part.load(layer, first, last)
+            found.append(
+                partial(
+                    q, k, v, scaling=features.scaling, visible=visible, softcap=features.softcap
+                )
+            )
+    return found
+
+
+def joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Partials over disjoint keys as one partial; a query that saw nothing gets -inf."""
+    if len(parts) == 1:
+        return parts[0]
+    outputs = torch.stack([out for out, _ in parts])
+    lses = torch.stack([lse for _, lse in parts])
+    # Where every part saw nothing the weights would be 0 / 0; any finite output will do.
+    least = torch.finfo(lses.dtype).min
+    return merge(outputs, lses.clamp_min(least)), torch.logsumexp(lses, 0)
+
+
+def _pieces(part: Part, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Rows to read at once: all that lie in a storage, else a few that must be loaded."""
+    if in_place(part, first, last) is not None:
+        yield first, last
+        return
+    # At whole multiples, so that groups of packed rows are read once.
+    at = first
+    while at < last:
+        end = min(last, (at // LOAD_ROWS + 1) * LOAD_ROWS)
+        yield at, end
+        at = end
+
+
+def _visible(
+    part: Part,
+    segment: Segment,
+    row: Row,
+    window: int | None,
+    piece: tuple[int, int],
+    sight: tuple[int | None, int],
+    layer: int,
+    device: torch.device,
+) -> Tensor | None:
+    """Which rows of a piece the chunk's queries see: `[T, S]`, by head `[H, T, S]`; `None`: all."""
+    first, last = piece
+    low, high = sight
+    is_by_head = isinstance(part, RowsByHead)
+    if isinstance(part, RowsByHead):
+        if low is None:
+            return None
+        at = part.keep[layer, :, first:last].to(device).unsqueeze(1)  # [H, 1, S]
+        seen = part.seen(layer, low, high, device)[:, None, first:last]
+    elif window is None:
+        return None
+    else:
+        oldest = part.offsets[first] if part.offsets is not None else first
+        if row.position - window + row.n_new <= segment.start + oldest:
+            return None  # the last query sees the first row
+        at = offsets_of(part, first, last, device).unsqueeze(0)  # [1, S]
+    if window is None:
+        return seen
+    queries = torch.arange(row.position, row.position + row.n_new, device=device).unsqueeze(1)
+    in_window = at > queries - window - segment.start
+    return in_window & seen if is_by_head else in_window
+
+
+def offsets_of(part: Part, first: int, last: int, device: torch.device) -> Tensor:
+    """Offsets of some rows of a part, long `[last - first]`."""
+    if part.offsets is None:
+        return torch.arange(first, last, device=device)
+    return torch.tensor(part.offsets[first:last], dtype=torch.long, device=device)
