@@ -166,7 +166,7 @@ class Guard(Settings):
 
     max_kl: float | None = 0.1
     """Most divergence (nats) of the next-token distribution over the canary tokens, after
-    against before; `None` is no limit."""
+    against before; `None` (or infinity) is no limit."""
     max_mass: float | None = None
     """Most attention mass that one cycle may remove; `None` is no limit."""
     canary_tokens: int = 8
@@ -175,6 +175,8 @@ class Guard(Settings):
     def __post_init__(self) -> None:
         if self.max_kl is not None:
             check_number("max_kl", self.max_kl, above=0.0, most=math.inf)
+            if math.isinf(self.max_kl):
+                object.__setattr__(self, "max_kl", None)
         if self.max_mass is not None:
             check_number("max_mass", self.max_mass, above=0.0, most=1.0)
         check_count("canary_tokens", self.canary_tokens, least=0)

@@ -35,6 +35,8 @@ def read(source: Path | str) -> dict[str, Any]:
 def write(tables: Mapping[str, Any]) -> str:
     """Tables of plain values as TOML text, nested tables last.
 
+    `None` can only be a limit that is lifted, and TOML has no word for it: it becomes `inf`.
+
     Raises:
         ConfigError: A value has no TOML form.
     """
@@ -47,6 +49,8 @@ def write(tables: Mapping[str, Any]) -> str:
 
 
 def _value(name: str, value: object) -> str:
+    if value is None:
+        return "inf"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and math.isinf(value):
