@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from sidequest_langchain.engine.architecture import (
 from sidequest_langchain.engine.attention_hook import ACTIVE, PREFIX, Probe, register_over
 from sidequest_langchain.errors import UnsupportedModelError
 from sidequest_langchain.kv.layout import KVLayout, LayerShape
-from sidequest_langchain.kv.step_plan import Row, StepPlan, on_device
+from sidequest_langchain.kv.parts import Part
+from sidequest_langchain.kv.segment import Segment
+from sidequest_langchain.kv.step_plan import Row, StepPlan, Watcher, on_device
 from sidequest_langchain.models.int8 import Int8Linear, only_wanted
 
 logger = logging.getLogger(__name__)
@@ -84,7 +86,13 @@ class ModelAdapter:
 
     @torch.no_grad()
     def forward(
-        self, rows: Sequence[Row], ids: Sequence[int], wanted: Sequence[int] | None = None
+        self,
+        rows: Sequence[Row],
+        ids: Sequence[int],
+        wanted: Sequence[int] | None = None,
+        *,
+        watcher: Watcher | None = None,
+        overlay: Mapping[Segment, Sequence[Part]] | None = None,
     ) -> Tensor:
         """Run one packed forward pass.
 
@@ -96,11 +104,13 @@ class ModelAdapter:
             ids: Their new tokens, one row after another, `[T]`.
             wanted: Indices of the packed tokens after which logits are needed; `None` is the
                 last token of every row.
+            watcher: Told of what attention sees.
+            overlay: Parts to read instead of a segment's own: a what-if.
 
         Returns:
             fp32 logits, `[len(wanted), V]`.
         """
-        plan = StepPlan(rows)
+        plan = StepPlan(rows, watcher=watcher, overlay=overlay)
         last = plan.last_tokens() if wanted is None else list(wanted)
         if self.model.training:
             # Its owner trained it meanwhile: with dropout on, K/V would be noise that stays.

@@ -19,11 +19,14 @@ from torch import Tensor
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.adapter import ModelAdapter
 from sidequest_langchain.engine.counters import Counters
+from sidequest_langchain.engine.managing import manager_for
+from sidequest_langchain.engine.pacing import prefill_chunk_of, scheduler_for
 from sidequest_langchain.engine.passes import Passes, let_go
 from sidequest_langchain.engine.replies import Reply, ReplyLog
 from sidequest_langchain.engine.request import Failed, Finished, FinishReason
-from sidequest_langchain.engine.scheduler import Scheduler, Share
+from sidequest_langchain.engine.scheduler import Share
 from sidequest_langchain.engine.sequence import Sequence
+from sidequest_langchain.engine.tokenizer import ChatTokenizer
 from sidequest_langchain.engine.workers import give_workers_back
 from sidequest_langchain.errors import EngineClosedError, RequestCancelledError, RequestError
 from sidequest_langchain.kv.receipts import ReleaseReceipt
@@ -33,32 +36,22 @@ from sidequest_langchain.labels import PathSelector
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}
-"""Prompt tokens fed in one step, by device."""
-
-N_GUESSES = 7  # tokens guessed ahead for one request in one step
-GUESS_ROOM = {"cpu": 8}
-"""Tokens of a step, guesses included, up to which one more costs little, by device."""
-
 
 class EngineCore:
     """Model, tree and scheduler, with the loop that one thread runs."""
 
-    def __init__(self, adapter: ModelAdapter, config: CacheConfig) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, config: CacheConfig, tokenizer: ChatTokenizer | None = None
+    ) -> None:
         self.adapter = adapter
         self.tree = SegmentTree(adapter.layout)
         self.replies = ReplyLog()
         self.counters = Counters()
-        self._passes = Passes(adapter, self.tree, config)
-        device = adapter.device.type
-        chosen = N_GUESSES if adapter.reads_ahead_cheaply else 0
-        self._scheduler = Scheduler(
-            self.tree,
-            config,
-            prefill_chunk=config.prefill_chunk or PREFILL_CHUNK.get(device, 512),
-            n_guesses=chosen if config.prompt_lookup is None else config.prompt_lookup,
-            guess_room=GUESS_ROOM.get(device, 64) if config.prompt_lookup is None else 2**20,
-        )
+        chunk = prefill_chunk_of(adapter, config)
+        self.manager = manager_for(adapter, self.tree, config, tokenizer, prefill_chunk=chunk)
+        self._passes = Passes(adapter, self.tree, config, self.manager)
+        prepare = None if self.manager is None else self.manager.prepare
+        self._scheduler = scheduler_for(adapter, self.tree, config, prepare)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         self._gate = threading.Lock()
@@ -179,6 +172,8 @@ class EngineCore:
         # The engine object may outlive its end: its memory must not.
         for segment in list(self.tree.segments()):
             segment.free()
+        if self.manager is not None:
+            self.manager.close()
         self.adapter.close()
 
     def _read_inbox(self, *, is_idle: bool) -> None:
@@ -243,11 +238,14 @@ class EngineCore:
                     self._finish(share.sequence, outcome)
                 except BaseException as error:
                     self._fail([share.sequence], error)
+        self._passes.ended(shares)
 
     def _extend(self, sequence: Sequence, tokens: list[int]) -> None:
         """Count rows that the pass has written."""
         assert sequence.path is not None
-        self.tree.extend(sequence.path, tokens)
+        n = sequence.n_resident
+        kinds = None if self.manager is None else sequence.kinds_of(n, n + len(tokens))
+        self.tree.extend(sequence.path, tokens, kinds)
         sequence.n_resident += len(tokens)
 
     def _sample(self, share: Share, logits: Tensor, best: list[int]) -> FinishReason | None:

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import weakref
 from collections.abc import AsyncGenerator, Generator
+from dataclasses import replace
 from typing import TypeAlias
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,6 +28,7 @@ from sidequest_langchain.engine.sequence import Sequence
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
 from sidequest_langchain.engine.workers import give_workers_back
 from sidequest_langchain.errors import ContextLengthError, RequestError
+from sidequest_langchain.policy.manager import EXACT
 
 ChatTemplate: TypeAlias = str | dict[str, str] | None
 
@@ -80,7 +82,7 @@ class Engine:
         self.vocab_size = adapter.vocab_size
         eos = tokenizer.eos_token_id
         self.eos_ids = adapter.eos_ids | (frozenset() if eos is None else {int(eos)})
-        self._core = EngineCore(adapter, self.config)
+        self._core = EngineCore(adapter, self.config, self.tokenizer)
         self.origin: object = None
         """What the weights came from; kept alive with the engine."""
         self.replies = self._core.replies
@@ -103,6 +105,9 @@ class Engine:
             EngineClosedError: The engine was closed.
         """
         self._check(request)
+        if request.exact and self._core.manager is not None:
+            # Rows that others agreed to lose must not be missing here.
+            request = replace(request, scope=request.scope + EXACT)
         sequence = Sequence(
             request,
             sink,

@@ -15,6 +15,7 @@ from sidequest_langchain.engine.adapter import ModelAdapter
 from sidequest_langchain.engine.scheduler import Share
 from sidequest_langchain.kv.step_plan import Row
 from sidequest_langchain.kv.tree import SegmentTree
+from sidequest_langchain.policy.manager import Manager
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,15 @@ logger = logging.getLogger(__name__)
 class Passes:
     """Runs forward passes of one model over one tree."""
 
-    def __init__(self, adapter: ModelAdapter, tree: SegmentTree, config: CacheConfig) -> None:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        tree: SegmentTree,
+        config: CacheConfig,
+        manager: Manager | None = None,
+    ) -> None:
         self._adapter = adapter
+        self._manager = manager
         self._tree = tree
         self._config = config
         self._has_warned = False
@@ -63,7 +71,17 @@ class Passes:
         for share in shares:
             n += len(share.tokens)
             wanted.extend(range(n - share.n_wanted, n))
-        return self._adapter.forward(rows, ids, wanted)
+        if self._manager is None:
+            return self._adapter.forward(rows, ids, wanted)
+        self._manager.begin_step()
+        return self._adapter.forward(rows, ids, wanted, watcher=self._manager.monitor)
+
+    def ended(self, shares: list[Share]) -> None:
+        """A pass went well, and what it computed is counted."""
+        if self._manager is not None:
+            paths = [s.sequence.path for s in shares if s.sequence.path is not None]
+            n = sum(len(s.tokens) for s in shares if s.sequence.is_prefilling or len(s.tokens) > 8)
+            self._manager.end_step(paths, n)
 
     def _make_room(self, shares: list[Share]) -> None:
         """Release what is idle until the rows to come fit into the budget."""
@@ -74,11 +92,18 @@ class Passes:
             tip = share.sequence.path.tip
             n_rows += tip.capacity_for(len(share.tokens), share.n_guesses) - tip.capacity
             n_tokens += len(share.tokens)
-        self.keep_budget(n_bytes=n_rows * tree.bytes_per_token, n_tokens=n_tokens)
+        n_bytes = n_rows * tree.bytes_per_token
+        if self._manager is None:
+            self.keep_budget(n_bytes=n_bytes, n_tokens=n_tokens)
+        elif not self._config.observe:
+            self._manager.make_room(n_bytes, is_prefill=n_tokens > len(shares))
 
     def keep_budget(self, *, n_bytes: int = 0, n_tokens: int = 0) -> None:
         """Release what is idle until so much more fits into the budget."""
         config, tree = self._config, self._tree
+        if self._manager is not None and not config.observe:
+            self._manager.node_ended()
+            return
         if config.budget_bytes is None and config.budget_tokens is None:
             return
         most_bytes = config.budget_bytes or float("inf")

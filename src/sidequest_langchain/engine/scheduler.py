@@ -9,6 +9,8 @@ chunked prefill.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, replace
 
 from sidequest_langchain.config import CacheConfig
@@ -61,6 +63,7 @@ class Scheduler:
         prefill_chunk: int,
         n_guesses: int,
         guess_room: int,
+        prepare: Callable[[str, TokenIds[int]], None] | None = None,
     ) -> None:
         """Make a scheduler.
 
@@ -70,6 +73,7 @@ class Scheduler:
             prefill_chunk: Prompt tokens fed in one step.
             n_guesses: Most tokens guessed ahead for one request in one step.
             guess_room: Tokens of a step, guesses included, up to which guesses are worth it.
+            prepare: Told of the scope and the ids of a path that is about to begin.
         """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -78,6 +82,7 @@ class Scheduler:
         self._prefill_chunk = prefill_chunk
         self._n_guesses = n_guesses
         self._guess_room = guess_room
+        self._prepare = prepare
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn."""
@@ -119,6 +124,8 @@ class Scheduler:
 
     def _begin(self, sequence: Sequence) -> None:
         request = sequence.request
+        if self._prepare is not None:
+            self._prepare(request.scope, request.prompt_ids)
         path = self._tree.begin(
             request.scope, request.prompt_ids, request.label, serial=sequence.serial
         )

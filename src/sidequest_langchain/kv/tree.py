@@ -186,13 +186,30 @@ class SegmentTree(SharingTree):
             oldest = self.idle.pop()
             if oldest is None:
                 break
-            if not oldest.paths:
-                freed += self._free_unneeded(oldest, [])
-            for path in list(oldest.paths):
-                freed += self._step_back(path)
+            freed += self._drop_leaf(oldest)
         self.n_released_bytes += freed
         return_to_system(freed)
         return freed
+
+    def release_leaf(self, segment: Segment) -> int:
+        """Free one idle leaf; the paths that end in it end in its parent then. Exact.
+
+        Returns:
+            The bytes freed; 0 where something stands on it.
+        """
+        freed = self._drop_leaf(segment) if segment.is_idle_leaf else 0
+        self.n_released_bytes += freed
+        return_to_system(freed)
+        return freed
+
+    def release_subtree(self, segment: Segment) -> int:
+        """Free a segment and all that hangs on it, as far as nothing holds it. Exact.
+
+        Returns:
+            The bytes freed.
+        """
+        freed = sum(self.release_subtree(child) for child in list(segment.children))
+        return freed + self.release_leaf(segment)
 
     def pin(self, path: Path) -> Segment:
         """Keep a path's segments, whatever is released, until `unpin` of what is returned."""
@@ -215,6 +232,11 @@ class SegmentTree(SharingTree):
             return_to_system(self._free_unneeded(at, []))
 
     # -- inside --------------------------------------------------------------------------
+
+    def _drop_leaf(self, leaf: Segment) -> int:
+        if not leaf.paths:
+            return self._free_unneeded(leaf, [])
+        return sum(self._step_back(path) for path in list(leaf.paths))
 
     def _is_held(self, path: Path) -> bool:
         return path.is_running or path.tip.n_pins > 0

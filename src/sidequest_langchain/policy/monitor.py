@@ -11,17 +11,22 @@ log-sum-exp that yields the mass of a segment).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sidequest_langchain.kv.blocks import Block, at_offsets
-from sidequest_langchain.kv.parts import LOAD_ROWS, Part, RowsByHead, StoredRows
+from sidequest_langchain.kv.parts import LOAD_ROWS, RowsByHead, StoredRows
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.policy.notes import HeadScores, Notebook, Notes
+from sidequest_langchain.policy.probabilities import (
+    grouped_queries,
+    keys_of,
+    offsets_of,
+    probabilities,
+)
 
 if TYPE_CHECKING:
     from sidequest_langchain.kv.features import Features
@@ -30,6 +35,9 @@ if TYPE_CHECKING:
 
 WINDOW = 32
 """Last queries of a prefill chunk that are looked at (SnapKV's observation window)."""
+
+MOST_UNREAD = 64
+"""Steps whose masses may wait to be read from the device."""
 
 
 @dataclass(slots=True)
@@ -81,7 +89,9 @@ class Monitor:
         """Whether single tokens are looked at in this step."""
         self.n_steps = 0
         self._seen: dict[Segment, _Seen] = {}
-        self._masses: list[tuple[tuple[Block, ...], Tensor]] = []
+        self._masses: list[tuple[list[Segment], Tensor]] = []
+        self._past_masses: list[list[tuple[list[Segment], Tensor]]] = []
+        """By step; read, with a wait for the device, when tokens are looked at."""
 
     @property
     def layers(self) -> frozenset[int]:
@@ -96,57 +106,53 @@ class Monitor:
         """
         self.is_looking = is_looking
         self._seen.clear()
-        self._masses.clear()
+        self._masses = []
 
     # -- told by attention ---------------------------------------------------------------
 
     def decoded(self, plan: StepPlan, layer: int, seen: Decoded) -> None:
         """Note what the decoding rows attended to in a layer."""
-        del plan
-        n_group = seen.q.shape[0] // seen.lses[0].shape[0]
-        grouped = seen.q.view(-1, n_group, *seen.q.shape[1:])
-        total = seen.total.view(grouped.shape[:3])
-        if not self._is_by_head or layer % 6 == 0:  # by head all layers are told: a few will do
-            self._note_masses(seen, total)
+        grouped = grouped_queries(seen.q, seen.lses[0].shape[0])
+        total = seen.total.reshape(grouped.shape[:3])
+        self._note_masses(seen, total)
         if not self.is_looking:
             return
         for block in seen.blocks:
-            members = None if block.rows is None else torch.tensor(block.rows)
-            q = grouped if members is None else grouped.index_select(2, members.to(total.device))
-            lse = total if members is None else total.index_select(2, members.to(total.device))
+            q, lse = grouped, total
+            if block.rows is not None:
+                members = plan.index(block.rows, block.rows, q.device)
+                q, lse = q.index_select(2, members), lse.index_select(2, members)
             for first in range(block.first, block.last, LOAD_ROWS):
                 last = min(first + LOAD_ROWS, block.last)
-                keys, offsets = _keys(block, layer, first, last)
-                p = _probabilities(q, keys, lse, seen.features)
-                hidden = block.seen(layer, first, last)
-                if hidden is not None:
-                    p = p * hidden[:, None]
-                self._add(block.segment, layer, offsets, p, n_tokens=block.high)
+                keys, offsets = keys_of(block, layer, first, last)
+                p = probabilities(q, keys, lse, seen.features)
+                is_there = block.seen(layer, first, last, q.device)
+                if is_there is not None:
+                    p = torch.where(is_there[:, None], p, 0.0)
+                n = block.last if block.part is None else 0
+                self._add(block.segment, layer, offsets, p, n_tokens=n)
 
     def prefilled(self, plan: StepPlan, layer: int, seen: Prefilled) -> None:
         """Note what the last queries of a chunk attended to in a layer."""
         row = plan.rows[seen.row]
-        n_new, w = row.n_new, min(self._window, row.n_new)
-        tip = row.tip if row.is_stored else None
-        _, chunk = plan.slices[seen.row]
-        del chunk
-        for segment, lse in zip(seen.segments, seen.lses, strict=True):
-            mass = torch.exp(lse[:, -w:] - seen.total[:, -w:]).mean()
-            self.notebook.of(segment).add_mass(mass)
-        q = seen.q[:, -w:]
-        position = row.position + n_new - w
+        w = min(self._window, row.n_new)
+        if seen.segments:
+            shares = torch.stack(seen.lses)[:, :, -w:].sub(seen.total[:, -w:]).exp_().mean((1, 2))
+            self._masses.append((seen.segments, shares))
+        queries = seen.q[:, -w:], seen.total[:, -w:], row.position + row.n_new - w
         for segment in seen.segments:
-            self._look_back(plan, layer, segment, (q, seen.total[:, -w:], position), seen.features)
-        if tip is not None and seen.own_keys is not None:
-            self._look_at_chunk(layer, tip, seen, w)
+            self._look_back(plan, layer, segment, queries, seen.features)
+        if row.is_stored:
+            keys = row.tip.rows(row.tip.n_rows, row.tip.n_rows + row.n_new)[0][layer]
+            self._look_at_chunk(layer, row.tip, keys, queries[:2], seen.features)
 
     def finish(self) -> None:
         """Fold what the step saw into the notes: the step went well."""
         self.n_steps += 1
-        for blocks, masses in self._masses:
-            for block, mass in zip(blocks, masses.unbind(), strict=True):
-                self.notebook.of(block.segment).add_mass(mass)
-        self._masses.clear()
+        self._past_masses.append(self._masses)
+        self._masses = []
+        if self._seen or len(self._past_masses) >= MOST_UNREAD:
+            self.read_masses()
         for segment, seen in self._seen.items():
             self.notebook.of(segment).fold(
                 seen.total,
@@ -158,6 +164,18 @@ class Monitor:
                 heads=HeadScores(self._n_layers, seen.heads) if self._is_by_head else None,
             )
         self._seen.clear()
+
+    def read_masses(self) -> None:
+        """Bring the segments' masses up to date; waits for the device."""
+        first = self.n_steps - len(self._past_masses) + 1
+        for step, masses in enumerate(self._past_masses, first):
+            shares: dict[Segment, float] = {}
+            for segments, tensor in masses:
+                for segment, share in zip(segments, tensor.tolist(), strict=True):
+                    shares[segment] = shares.get(segment, 0.0) + share / len(self._layers)
+            for segment, share in shares.items():
+                self.notebook.of(segment).read(share, step)
+        self._past_masses.clear()
 
     def notes_of(self, segment: Segment) -> Notes:
         """What is known of a segment, however it was cut since."""
@@ -176,7 +194,7 @@ class Monitor:
                 rows = total if block.rows is None else total[:, :, list(block.rows)]
                 parts.append(torch.exp(lse - rows.reshape(n_kv, -1)).mean())
             shares = torch.stack(parts)
-        self._masses.append((seen.blocks, shares))
+        self._masses.append(([block.segment for block in seen.blocks], shares))
 
     def _look_back(
         self,
@@ -196,40 +214,41 @@ class Monitor:
             for first in range(0, part.n_rows, LOAD_ROWS):
                 last = min(first + LOAD_ROWS, part.n_rows)
                 k, _ = part.load(layer, first, last)
-                n_group = q.shape[0] // k.shape[0]
-                grouped = q.view(-1, n_group, *q.shape[1:])
-                p = _probabilities(grouped, k, total.view(grouped.shape[:3]), features)
-                offsets = _offsets(part, layer, first, last, q.device)
+                grouped = grouped_queries(q, k.shape[0])
+                p = probabilities(grouped, k, total.reshape(grouped.shape[:3]), features)
+                offsets = offsets_of(part, layer, first, last, q.device)
                 if features.window is not None:
                     at = torch.arange(position, position + q.shape[1], device=q.device)
-                    gap = at.unsqueeze(1) - (segment.start + offsets.reshape(-1, last - first))[0]
-                    p = p * (gap < features.window)
+                    places = segment.start + offsets.view(-1, 1, 1, last - first)
+                    is_near = at.unsqueeze(1) - places < features.window
+                    p = torch.where(is_near, p, 0.0)
                 if isinstance(part, RowsByHead):
-                    p = p * part.seen(layer, 0, segment.n_tokens)[:, first:last][:, None, None]
+                    is_there = part.seen(layer, 0, segment.n_tokens, q.device)[:, first:last]
+                    p = torch.where(is_there[:, None, None], p, 0.0)
                 self._add(segment, layer, offsets, p, is_prefill=True)
 
-    def _look_at_chunk(self, layer: int, tip: Segment, seen: Prefilled, w: int) -> None:
+    def _look_at_chunk(
+        self,
+        layer: int,
+        tip: Segment,
+        keys: Tensor,
+        queries: tuple[Tensor, Tensor],
+        features: Features,
+    ) -> None:
         """What the last queries of a chunk gave the chunk itself."""
-        keys = seen.own_keys
-        assert keys is not None
-        n_new = keys.shape[1]
-        n_group = seen.q.shape[0] // keys.shape[0]
-        q = seen.q[:, -w:]
-        grouped = q.view(-1, n_group, *q.shape[1:])
-        p = _probabilities(grouped, keys, seen.total[:, -w:].view(grouped.shape[:3]), seen.features)
-        device = q.device
-        gap = torch.arange(n_new - w, n_new, device=device).unsqueeze(1) - torch.arange(
-            n_new, device=device
-        )
-        visible = gap >= 0
-        if seen.features.window is not None:
-            visible &= gap < seen.features.window
-        offsets = torch.arange(tip.n_tokens, tip.n_tokens + n_new, device=device)
-        n_tokens = tip.n_tokens + n_new
-        self._add(
-            tip, layer, offsets, p * visible, n_tokens=n_tokens, is_prefill=True,
-            n_queries=visible.sum(0).float(),
-        )  # fmt: skip
+        q, total = queries
+        n_new, n_last = keys.shape[1], q.shape[1]
+        grouped = grouped_queries(q, keys.shape[0])
+        order = torch.arange(n_new, device=q.device)
+        gap = order[n_new - n_last :].unsqueeze(1) - order
+        visible = (gap >= 0) & (gap < (features.window or n_new))
+        p = probabilities(grouped, keys, total.reshape(grouped.shape[:3]), features)
+        # What comes later was not in the log-sum-exp: its exponential may be infinite.
+        p = torch.where(visible, p, 0.0)
+        offsets = order + tip.n_tokens
+        n_queries = visible.sum(0).float()
+        n = tip.n_tokens + n_new
+        self._add(tip, layer, offsets, p, n_tokens=n, is_prefill=True, n_queries=n_queries)
 
     def _add(
         self,
@@ -243,78 +262,38 @@ class Monitor:
         n_queries: Tensor | None = None,
     ) -> None:
         """Add probabilities `[H, G, r, S]` of the tokens at `offsets`, `[S]` or `[H, S]`."""
-        n = max(n_tokens, segment.n_tokens)
+        by_kv = p.mean(1)  # GQA: the mean over the query heads of a group
+        summed, last = by_kv.sum(1), by_kv[:, -1]
+        counted = p.new_full((p.shape[3],), p.shape[2]) if n_queries is None else n_queries
+        if offsets.dim() == 2:  # every head its own tokens; their padding is past the end
+            is_there = offsets < segment.n_tokens
+            share = is_there / p.shape[0]
+            places = offsets.clamp(max=segment.n_tokens - 1)
+            seen = self._seen_of(segment, segment.n_tokens, p.device)
+            for into, what in ((seen.total, summed), (seen.last, last), (seen.n_queries, counted)):
+                into.index_add_(0, places.flatten(), (what * share).flatten())
+        else:
+            places = offsets.expand(p.shape[0], -1)
+            seen = self._seen_of(segment, max(segment.n_tokens, n_tokens), p.device)
+            seen.total.index_add_(0, offsets, summed.mean(0))
+            seen.last.index_add_(0, offsets, last.mean(0))
+            seen.n_queries.index_add_(0, offsets, counted)
+        seen.is_prefill = is_prefill
+        if self._is_by_head:
+            if layer not in seen.heads:
+                seen.heads[layer] = p.new_zeros(p.shape[0], len(seen.total))
+            seen.heads[layer].scatter_add_(1, places, summed)
+
+    def _seen_of(self, segment: Segment, n: int, device: torch.device) -> _Seen:
         seen = self._seen.get(segment)
         if seen is None or len(seen.total) < n:
-            seen = self._seen[segment] = _grown(seen, n, p.device)
-        seen.is_prefill = is_prefill
-        n_heads = p.shape[0] * p.shape[1]
-        by_kv = p.mean(1)  # GQA: the mean over the query heads of a group
-        counted = p.shape[2] if n_queries is None else n_queries
-        if offsets.dim() == 1:
-            summed = by_kv.sum(1)
-            seen.total.index_add_(0, offsets, summed.mean(0))
-            seen.last.index_add_(0, offsets, by_kv[:, -1].mean(0))
-            seen.n_queries[offsets] += counted
-            places = offsets.expand(p.shape[0], -1)
-        else:
-            summed = by_kv.sum(1)
-            flat, share = offsets.reshape(-1), 1 / p.shape[0]
-            keep = flat < n  # the padding of heads that keep fewer
-            seen.total.index_add_(0, flat[keep], summed.reshape(-1)[keep] * share)
-            seen.last.index_add_(0, flat[keep], by_kv[:, -1].reshape(-1)[keep] * share)
-            seen.n_queries[flat[keep].unique()] += counted
-            places = offsets.clamp(max=n - 1)
-        del n_heads
-        if self._is_by_head:
-            heads = seen.heads.get(layer)
-            if heads is None:
-                heads = seen.heads[layer] = p.new_zeros(p.shape[0], n)
-            heads.scatter_add_(1, places, summed)
-
-
-def sampled_layers(wanted: int | Sequence[int], n_layers: int) -> tuple[int, ...]:
-    """Layers to look at: those given, or so many, evenly spread, neither first nor last.
-
-    Args:
-        wanted: Layers, or how many.
-        n_layers: Of the model.
-    """
-    if not isinstance(wanted, int):
-        return tuple(sorted({layer for layer in wanted if layer < n_layers}))
-    n = max(1, min(wanted, n_layers))
-    return tuple(sorted({int((i + 0.5) * n_layers / n) for i in range(n)}))
-
-
-def _keys(block: Block, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """K `[H, S, D]` of some of a block's rows, and their offsets in the segment."""
-    if block.part is None:
-        keys = block.keys[layer][:, first - block.first : last - block.first]
-        return keys, torch.arange(first, last, device=keys.device)
-    if len(block.keys):
-        keys = block.keys[layer][:, first - block.first : last - block.first]
-    else:
-        keys, _ = block.part.load(layer, first, last)
-    return keys, _offsets(block.part, layer, first, last, keys.device)
-
-
-def _offsets(part: Part, layer: int, first: int, last: int, device: torch.device) -> Tensor:
-    if isinstance(part, RowsByHead):
-        return part.keep[layer][:, first:last].to(device)
-    return at_offsets(part, first, last, device)
-
-
-def _probabilities(q: Tensor, keys: Tensor, total: Tensor, features: Features) -> Tensor:
-    """`exp(q k - L)`, fp32 `[H, G, r, S]`, for `q` `[H, G, r, D]`, K `[H, S, D]`, L `[H, G, r]`."""
-    scores = torch.matmul(q.flatten(1, 2), keys.transpose(1, 2)).float()
-    scores = scores.view(*q.shape[:3], -1) * features.scaling
-    if features.softcap is not None:
-        scores = torch.tanh(scores / features.softcap) * features.softcap
-    return scores.sub_(total.unsqueeze(-1)).exp_()
+            seen = self._seen[segment] = _grown(seen, n, device)
+        return seen
 
 
 def _grown(old: _Seen | None, n: int, device: torch.device) -> _Seen:
-    new = _Seen(*(torch.zeros(n, device=device) for _ in range(3)))
+    total, last, n_queries = (torch.zeros(n, device=device) for _ in range(3))
+    new = _Seen(total, last, n_queries)
     if old is not None:
         for name in ("total", "last", "n_queries"):
             before: Tensor = getattr(old, name)

@@ -33,7 +33,7 @@ class HeadScores:
 class Notes:
     """Scores of one segment's tokens, fp32 `[n]` on the device of its rows."""
 
-    __slots__ = (*_ARRAYS, "heads", "last_step", "mass", "n_reads", "start")
+    __slots__ = (*_ARRAYS, "heads", "is_archived_idle", "last_step", "mass", "n_reads", "start")
 
     def __init__(self, start: int, n: int, device: torch.device) -> None:
         self.start = start
@@ -49,6 +49,8 @@ class Notes:
         """Steps in which a running path read it."""
         self.last_step = 0
         """The last such step."""
+        self.is_archived_idle = False
+        """Its rows went to a slower tier while nobody read it: who comes back gets them back."""
 
     @property
     def n(self) -> int:
@@ -117,6 +119,7 @@ class Notes:
         if self.heads is not None:
             new.heads = self.heads[..., first:last].clone()
         new.mass, new.n_reads, new.last_step = self.mass, self.n_reads, self.last_step
+        new.is_archived_idle = self.is_archived_idle
         return new
 
     def _fold_heads(
@@ -140,28 +143,27 @@ class Notebook:
     def of(self, segment: Segment) -> Notes:
         """The notes of a segment, as long as its tokens.
 
-        A segment that was cut keeps the tail of its notes. The head that was cut off is a new
-        segment: its notes are the head of those of what hangs on it.
+        A segment that was cut, or sealed, keeps the tail of its notes. The head that was cut off
+        is a new segment: its notes are the head of those of what hangs on it.
         """
         notes = self._notes.get(segment)
         if notes is None:
             notes = self._inherited(segment)
         elif notes.start < segment.start:
+            self._leave_to_heads(segment, notes)
             notes = notes.part(segment.start - notes.start, notes.n)
         notes.reach(segment.n_tokens)
         self._notes[segment] = notes
         return notes
 
-    def settle(self, segments: list[Segment]) -> None:
-        """Bring the notes of cut segments in order, those nearest to the root first.
-
-        Must run before a tail's notes are shortened by `of`: heads inherit from them.
-        """
-        for segment in segments:
-            if segment not in self._notes:
-                self._notes[segment] = self._inherited(segment)
-        for segment in segments:
-            self.of(segment)
+    def _leave_to_heads(self, segment: Segment, notes: Notes) -> None:
+        """Give what was cut off a segment its notes before they are shortened."""
+        at = segment.parent
+        while at is not None and at.parent is not None and at.start >= notes.start:
+            if at not in self._notes:
+                first = at.start - notes.start
+                self._notes[at] = notes.part(first, min(first + at.n_tokens, notes.n))
+            at = at.parent
 
     def _inherited(self, segment: Segment) -> Notes:
         stack = list(segment.children)

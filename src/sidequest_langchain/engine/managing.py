@@ -1,0 +1,97 @@
+"""What the managed cache needs from a model: its forward pass, its words, what rows depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from sidequest_langchain.config import CacheConfig
+from sidequest_langchain.engine.adapter import ModelAdapter
+from sidequest_langchain.engine.tokenizer import ChatTokenizer
+from sidequest_langchain.kv.tree import SegmentTree
+from sidequest_langchain.policy.manager import Manager, is_managed
+
+MOST_BLOCK_ROWS = 256
+"""Rows after which a running tip is sealed. What is copied at once, when rows of a segment go,
+is no more than these."""
+
+
+def manager_for(
+    adapter: ModelAdapter,
+    tree: SegmentTree,
+    config: CacheConfig,
+    tokenizer: ChatTokenizer | None,
+    *,
+    prefill_chunk: int,
+) -> Manager | None:
+    """The manager that settings ask for; `None` where all of it is exact.
+
+    Raises:
+        ConfigError: There is no policy of that name.
+        ArchiveError: Nothing can be written to the archive's folder.
+    """
+    if not is_managed(config):
+        return None
+    return Manager(
+        tree,
+        config,
+        forward=adapter.forward,
+        decode=str if tokenizer is None else _words(tokenizer),
+        block_rows=min(prefill_chunk, MOST_BLOCK_ROWS),
+        token_weights={} if tokenizer is None else _weights(config, tokenizer),
+        fingerprint=lambda: fingerprint(adapter, tokenizer),
+        device_bytes=memory_of(adapter.device),
+    )
+
+
+def fingerprint(adapter: ModelAdapter, tokenizer: ChatTokenizer | None) -> Mapping[str, str]:
+    """What rows of K/V depend on, within this process: another value means other rows.
+
+    Weights count by where they are and how often they were written to, not by their values:
+    that is enough while they are in memory, and takes no time.
+    """
+    model = adapter.model
+    weights = [(p.data_ptr(), p._version) for p in model.parameters()]
+    adapters = getattr(model, "active_adapters", None)
+    try:
+        active = adapters() if callable(adapters) else adapters
+    except ValueError:  # transformers: no adapter was ever added
+        active = None
+    config = model.config.to_json_string(use_diff=False)
+    return {
+        "model": type(model).__name__,
+        "config": hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),
+        "dtype": str(adapter.layout[0].dtype),
+        "weights": hashlib.blake2b(json.dumps(weights).encode(), digest_size=16).hexdigest(),
+        "adapters": str(active),
+        "tokenizer": "" if tokenizer is None else tokenizer.name,
+    }
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of a device's memory; `None` where it cannot be told."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return None
+
+
+def _words(tokenizer: ChatTokenizer) -> Callable[..., str]:
+    return lambda ids: tokenizer.decode(list(ids), skip_special=False)
+
+
+def _weights(config: CacheConfig, tokenizer: ChatTokenizer) -> dict[int, float]:
+    """The user's factors by token id; a text's factor is that of each of its tokens."""
+    found: dict[int, float] = {}
+    pairs: Any = config.protection.weights  # pairs, once the settings are checked
+    for token, factor in pairs:
+        ids = [token] if isinstance(token, int) else tokenizer.encode(token, control_tokens=False)
+        for token_id in ids:
+            found[token_id] = max(factor, found.get(token_id, factor))
+    return found

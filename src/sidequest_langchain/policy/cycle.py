@@ -1,0 +1,232 @@
+"""One management cycle: monitor's facts, the decision, the guard's word, the executor, receipts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from sidequest_langchain.config import CacheConfig
+from sidequest_langchain.kv.segment import Segment
+from sidequest_langchain.kv.tree import SegmentTree
+from sidequest_langchain.policy.acts import Act, Archive, Compress
+from sidequest_langchain.policy.deciding import Decision, DecisionEngine, mass_of
+from sidequest_langchain.policy.executor import Executor
+from sidequest_langchain.policy.facts import CacheFacts, Reason, Tier
+from sidequest_langchain.policy.gathering import Gatherer, running_tips
+from sidequest_langchain.policy.guard import Canary
+from sidequest_langchain.policy.monitor import Monitor
+from sidequest_langchain.policy.receipting import Decode, ReceiptWriter, completed
+from sidequest_langchain.policy.receipts import ActReceipt, ReceiptLog
+from sidequest_langchain.policy.schedule import limit_in_bytes, stage_of, to_free
+
+logger = logging.getLogger(__name__)
+
+MOST_ROUNDS = 3
+"""Cycles in a row, where the bytes that acts would free were estimated too high."""
+
+
+class Cycles:
+    """Runs management cycles over one tree."""
+
+    def __init__(
+        self,
+        tree: SegmentTree,
+        config: CacheConfig,
+        *,
+        monitor: Monitor,
+        gatherer: Gatherer,
+        decisions: DecisionEngine,
+        executor: Executor,
+        canary: Canary,
+        log: ReceiptLog,
+        decode: Decode,
+        budget_bytes: int | None,
+    ) -> None:
+        self._tree, self._config = tree, config
+        self._monitor, self._gatherer = monitor, gatherer
+        self._decisions, self._executor, self._canary = decisions, executor, canary
+        self._log = log
+        self._writer = ReceiptWriter(decisions.policy.name, decode, mask_only=config.mask_only)
+        self.budget_bytes = budget_bytes
+        self._quiet_until = 0
+        """Step up to which cycles that need not be do not act: the guard said no."""
+        self._has_warned = False
+        self._imagined: dict[int, int] = {}
+        """Bytes that observe mode would have freed, by segment id."""
+
+    def limit(self) -> int | None:
+        """Bytes that may stay now: the budget, or less by the schedule."""
+        schedule = self._config.schedule
+        if schedule is None:
+            return self.budget_bytes
+        tips = running_tips(self._tree)
+        return limit_in_bytes(
+            self.budget_bytes,
+            schedule,
+            n_seen=max((tip.end for tip in tips), default=0),
+            n_tokens=sum(s.n_tokens for s in self._tree.segments()),
+            bytes_per_row=self._tree.bytes_per_token,
+        )
+
+    def is_due(self, n_coming: int = 0) -> bool:
+        """Whether a cycle would have something to give back."""
+        n_bytes = self._tree.n_bytes + n_coming - sum(self._imagined.values())
+        config = self._config
+        return to_free(n_bytes, self.limit(), trigger=config.trigger, target=config.target) > 0
+
+    def run(self, reason: Reason, n_coming: int = 0) -> list[ActReceipt]:
+        """Give bytes back, if there are too many.
+
+        Args:
+            reason: Why now.
+            n_coming: Bytes that are about to be added.
+
+        Returns:
+            Receipts of what was done, or would have been.
+
+        Raises:
+            BudgetExceeded: The budget cannot be kept; nothing was done.
+        """
+        found: list[ActReceipt] = []
+        for _ in range(MOST_ROUNDS):
+            receipts = self._once(reason, n_coming)
+            found += receipts
+            budget = self.budget_bytes
+            is_kept = budget is None or self._tree.n_bytes + n_coming <= budget
+            if is_kept or self._config.observe or not any(r.outcome == "done" for r in receipts):
+                break
+        self._log.add(found)
+        return found
+
+    def _once(self, reason: Reason, n_coming: int) -> list[ActReceipt]:
+        config, tree = self._config, self._tree
+        n_bytes = tree.n_bytes + n_coming - sum(self._imagined.values())
+        wanted = to_free(n_bytes, self.limit(), trigger=config.trigger, target=config.target)
+        must = 0
+        if self.budget_bytes is not None and not config.observe:
+            must = max(0, tree.n_bytes + n_coming - self.budget_bytes)
+        if not wanted and not must:
+            return []
+        if not must and self._monitor.n_steps < self._quiet_until:
+            return []
+        segments = self._gatherer.segments()
+        decision = self._decide(reason, segments, max(wanted, must), must)
+        receipts = [
+            self._writer.write(
+                decision.facts,
+                refusal.act,
+                segments.get(refusal.act.segment_id),
+                "refused",
+                why=refusal.why,
+            )
+            for refusal in decision.refused
+        ]
+        if not decision.acts:
+            return receipts
+        if config.observe:
+            return [*receipts, *self._imagine(decision, segments)]
+        kl, objection = self._ask_guard(decision, segments)
+        if objection and must < wanted:  # no more than the budget needs
+            decision = self._decide(reason, segments, must, must) if must else decision
+            kl, objection = self._ask_guard(decision, segments) if must else (kl, objection)
+        if objection and not must:
+            self._quiet_until = self._monitor.n_steps + 64
+            return receipts + [
+                self._writer.write(
+                    decision.facts, act, segments[act.segment_id], "refused", why=objection, kl=kl
+                )
+                for act in decision.acts
+            ]
+        if objection and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the budget needs more than the guard allows (%s): the budget holds, and receipts "
+                "say so (is_forced); a larger budget avoids it",
+                objection,
+            )
+        for act in decision.acts:
+            receipts.append(
+                self._carry_out(decision.facts, act, segments, kl=kl, is_forced=bool(objection))
+            )
+        return receipts
+
+    def _decide(
+        self, reason: Reason, segments: dict[int, Segment], wanted: int, must: int
+    ) -> Decision:
+        schedule = self._config.schedule
+        facts = self._gatherer.gather(
+            segments,
+            budget_bytes=self.budget_bytes,
+            to_free=wanted,
+            reason=reason,
+            stage=lambda n_seen: stage_of(n_seen, schedule),
+            tiers=self._tiers(),
+        )
+        return self._decisions.decide(facts, segments, must)
+
+    def _tiers(self) -> list[Tier]:
+        tiers, archive = self._config.tiers, self._tree.archive
+        found = [Tier(name) for name in ("int8", "int4") if getattr(tiers, name)]
+        if archive is not None and tiers.cpu_bytes:
+            found.append(Tier("cpu", max(0, tiers.cpu_bytes - archive.n_cpu_bytes)))
+        if archive is not None and tiers.disk_bytes:
+            found.append(Tier("disk", max(0, tiers.disk_bytes - archive.n_disk_bytes)))
+        return found
+
+    def _ask_guard(
+        self, decision: Decision, segments: dict[int, Segment]
+    ) -> tuple[float | None, str]:
+        """The divergence of the acts, and what speaks against them.
+
+        Where packing is too coarse for the first and last layer, these are left out from now on.
+        """
+        mass = sum(mass_of(decision.facts, act) for act in decision.acts)
+        if not self._canary.is_on:
+            return None, self._canary.objection(None, mass)
+        kl = self._measure(decision, segments)
+        objection = self._canary.objection(kl, mass)
+        packs = any(isinstance(act, Compress) for act in decision.acts)
+        if objection and packs and self._executor.exempt_ends():
+            kl = self._measure(decision, segments)
+            objection = self._canary.objection(kl, mass)
+        return kl, objection
+
+    def _measure(self, decision: Decision, segments: dict[int, Segment]) -> float | None:
+        overlay = self._executor.overlay(decision.acts, decision.facts, segments)
+        tips = [segments[tip[-1]] for tip in decision.facts.tips if tip and tip[-1] in segments]
+        return self._canary.divergence(tips, overlay)
+
+    def _carry_out(
+        self,
+        facts: CacheFacts,
+        act: Act,
+        segments: dict[int, Segment],
+        *,
+        kl: float | None,
+        is_forced: bool,
+    ) -> ActReceipt:
+        segment = segments[act.segment_id]
+        # Before the act: a release empties the segment.
+        receipt = self._writer.write(facts, act, segment, "done", kl=kl, is_forced=is_forced)
+        try:
+            done = self._executor.carry_out(act, facts, segment)
+        except (MemoryError, RuntimeError, ValueError) as error:  # torch's is a RuntimeError
+            logger.debug("an act failed", exc_info=True)
+            return replace(receipt, outcome="failed", reason=f"{type(error).__name__}: {error}")
+        if done.why_not:
+            return replace(receipt, outcome="failed", reason=done.why_not)
+        if isinstance(act, Archive) and not facts.segment(act.segment_id).is_active:
+            self._monitor.notes_of(segment).is_archived_idle = True
+        return completed(receipt, done)
+
+    def _imagine(self, decision: Decision, segments: dict[int, Segment]) -> list[ActReceipt]:
+        """Receipts of what observe mode leaves undone."""
+        receipts = []
+        for act in decision.acts:
+            receipt = self._writer.write(decision.facts, act, segments[act.segment_id], "observed")
+            before = self._imagined.get(act.segment_id, 0)
+            self._imagined[act.segment_id] = before + receipt.freed_bytes
+            receipts.append(receipt)
+        alive = {s.segment_id for s in self._tree.segments()}
+        self._imagined = {at: n for at, n in self._imagined.items() if at in alive}
+        return receipts

@@ -1,0 +1,144 @@
+"""The decision engine: from facts to acts that keep the budget. Plans only, and changes nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sidequest_langchain.config import CacheConfig
+from sidequest_langchain.errors import BudgetExceeded
+from sidequest_langchain.kv.segment import Segment
+from sidequest_langchain.policy.acts import Act, Archive, Evict, EvictByHead
+from sidequest_langchain.policy.executor import Executor, Refusal
+from sidequest_langchain.policy.facts import CacheFacts, Policy, checked
+from sidequest_langchain.policy.protection import protect
+from sidequest_langchain.policy.selection import Draft, by_head
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What is to be done in a cycle."""
+
+    facts: CacheFacts
+    """With masks of what is protected."""
+    acts: tuple[Act, ...]
+    refused: tuple[Refusal, ...]
+    failure: str = ""
+    """What the policy failed with, if it failed."""
+
+
+class DecisionEngine:
+    """Asks the policy, cuts down what it must not touch, and adds what the budget still needs."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: CacheConfig,
+        executor: Executor,
+        token_weights: Mapping[int, float],
+    ) -> None:
+        self.policy = policy
+        self._config = config
+        self._executor = executor
+        self._token_weights = token_weights
+        self._has_failed = False
+
+    def decide(self, facts: CacheFacts, segments: dict[int, Segment], must_free: int) -> Decision:
+        """Plan a cycle.
+
+        Args:
+            facts: Of this moment, unmasked.
+            segments: The segments of the facts, by id.
+            must_free: Bytes without which the budget would be exceeded.
+
+        Raises:
+            BudgetExceeded: Even without every row that is not protected, the budget would be.
+        """
+        facts = protect(facts, self._config.protection, self._token_weights)
+        acts, failure = self._ask(facts)
+        fine, refused = self._executor.check(acts, facts, segments)
+        if must_free > 0 and planned_bytes(facts, fine) < must_free:
+            fine = self._enough(facts, fine, must_free)
+        return Decision(facts=facts, acts=tuple(fine), refused=tuple(refused), failure=failure)
+
+    def _ask(self, facts: CacheFacts) -> tuple[Sequence[Act], str]:
+        try:
+            return checked(self.policy(facts)), ""
+        except Exception as error:  # whatever a user's policy raises, the run goes on
+            if not self._has_failed:
+                logger.warning("the policy %r failed; going on without it", self.policy.name)
+                logger.debug("the policy's error", exc_info=True)
+                self._has_failed = True
+            return (), f"{type(error).__name__}: {error}"
+
+    def _enough(self, facts: CacheFacts, acts: Sequence[Act], must_free: int) -> list[Act]:
+        """The acts, and as many more as the budget needs: exact ones first.
+
+        Raises:
+            BudgetExceeded: There are not enough rows that may go.
+        """
+        heads = [act for act in acts if isinstance(act, EvictByHead)]
+        draft = Draft(facts, must_free - planned_bytes(facts, heads))
+        draft.add([act for act in acts if not isinstance(act, EvictByHead)])
+        left = {s.segment_id for s in facts.segments} - {act.segment_id for act in heads}
+        scores = {s.segment_id: s.score for s in facts.segments}
+        draft.release_idle(left, reason="the budget")
+        is_shared = self._config.eviction == "shared"
+        if is_shared and self._config.policy == "staged":
+            draft.compress(8, scores, left, reason="the budget")
+            draft.compress(4, scores, left, reason="the budget")
+        draft.evict(scores, left, reason="the budget")
+        if draft.left > 0:
+            raise BudgetExceeded(self._message(facts, draft.left))
+        more = draft.acts()
+        return [*heads, *(more if is_shared else by_head(facts, more))]
+
+    def _message(self, facts: CacheFacts, missing: float) -> str:
+        budget = facts.budget_bytes or 0
+        rows = max(1, facts.bytes_per_row)
+        protected = sum(
+            int((s.resident & ~s.evictable).sum()) for s in facts.segments if not s.is_idle
+        )
+        return (
+            f"the cache's budget of {budget:,} bytes (about {budget // rows:,} rows at full "
+            f"precision) cannot hold this step: {protected:,} rows are protected or in use, and "
+            f"{int(missing):,} bytes more are needed; give a larger budget, protect less "
+            "(CacheConfig(protection=...)), or send shorter messages"
+        )
+
+
+def planned_bytes(facts: CacheFacts, acts: Sequence[Act]) -> float:
+    """Bytes that acts will free, as estimated from the facts."""
+    draft = Draft(facts)
+    draft.add([act for act in acts if not isinstance(act, EvictByHead)])
+    freed = draft.freed
+    for act in acts:
+        if isinstance(act, EvictByHead):
+            this = facts.segment(act.segment_id)
+            n_kept = max(act.n_keep, int((this.resident & ~this.evictable).sum()))
+            freed += max(0, int(this.resident.sum()) - n_kept) * facts.bytes_per_row
+    return freed
+
+
+def mass_of(facts: CacheFacts, act: Act) -> float:
+    """Share of the running paths' attention that the rows of an act had, as last observed.
+
+    Packed rows stay and count nothing.
+    """
+    if not isinstance(act, Evict | Archive | EvictByHead):
+        return 0.0
+    on_path = {at for tip in facts.tips for at in tip}
+    total = sum(float(s.importance[s.resident].sum()) for s in facts.segments if
+                s.segment_id in on_path)  # fmt: skip
+    this = facts.segment(act.segment_id)
+    if not total or act.segment_id not in on_path:
+        return 0.0
+    if isinstance(act, EvictByHead):
+        held = np.sort(this.importance[this.resident])
+        return float(held[: max(0, len(held) - act.n_keep)].sum()) / total
+    return float(this.importance[list(act.offsets)].sum()) / total

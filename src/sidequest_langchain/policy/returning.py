@@ -1,0 +1,159 @@
+"""What left comes back: on request, and when a path is gone on with. Restore, or compute again?
+
+Both are timed as they happen, so that the cheaper one is chosen by what this machine does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from sidequest_langchain.errors import ArchiveError
+from sidequest_langchain.kv.segment import Segment
+from sidequest_langchain.kv.tree import SegmentTree
+from sidequest_langchain.policy.monitor import Monitor
+from sidequest_langchain.policy.receipts import ActReceipt, Outcome, runs_of
+
+logger = logging.getLogger(__name__)
+
+GUESSED_BYTES_A_SECOND = 2e8
+"""Of a restore, until one was timed: a slow disk."""
+GUESSED_TOKENS_A_SECOND = 100.0
+"""Of a prefill, until one was timed."""
+KEPT = 0.7
+"""Share of a moving average that stays."""
+
+
+class CostModel:
+    """How long it takes to restore bytes and to compute tokens again."""
+
+    def __init__(self) -> None:
+        self.bytes_a_second = GUESSED_BYTES_A_SECOND
+        self.tokens_a_second = GUESSED_TOKENS_A_SECOND
+        self._n_restores = self._n_prefills = 0
+
+    def restored(self, n_bytes: int, seconds: float) -> None:
+        """Take in a restore."""
+        speed = n_bytes / max(seconds, 1e-6)
+        is_first = self._n_restores == 0
+        self.bytes_a_second = speed if is_first else KEPT * self.bytes_a_second + (1 - KEPT) * speed
+        self._n_restores += 1
+
+    def prefilled(self, n_tokens: int, seconds: float) -> None:
+        """Take in a step that prefilled so many tokens, and little else."""
+        speed = n_tokens / max(seconds, 1e-6)
+        is_first = self._n_prefills == 0
+        kept = self.tokens_a_second
+        self.tokens_a_second = speed if is_first else KEPT * kept + (1 - KEPT) * speed
+        self._n_prefills += 1
+
+    def is_restore_cheaper(self, n_bytes: int, n_tokens: int) -> bool:
+        """Whether bytes come back sooner than tokens are computed again."""
+        return n_bytes / self.bytes_a_second <= n_tokens / self.tokens_a_second
+
+
+class Returns:
+    """Brings rows back."""
+
+    def __init__(
+        self,
+        tree: SegmentTree,
+        monitor: Monitor,
+        *,
+        make_room: Callable[[int], None],
+    ) -> None:
+        """Make it.
+
+        Args:
+            tree: Changed.
+            monitor: Knows which segments were archived while idle.
+            make_room: Makes room for so many bytes; may raise `BudgetExceeded`.
+        """
+        self._tree, self._monitor = tree, monitor
+        self._make_room = make_room
+        self.costs = CostModel()
+
+    def recall(self, segments: Sequence[Segment], reason: str) -> list[ActReceipt]:
+        """Bring back all that is archived or hidden of some closed segments; exact.
+
+        Raises:
+            BudgetExceeded: There is no room; what came back before stays.
+        """
+        return [
+            receipt
+            for segment in segments
+            if (segment.archived or segment.hidden) and not segment.is_open
+            for receipt in (self._restore(segment, reason),)
+        ]
+
+    def prepare(self, scope: str, ids: Sequence[int]) -> list[ActReceipt]:
+        """Before a path begins: rows that idled in a slower tier come back, or their tokens go.
+
+        Where computing is cheaper, or the copy is lost, the segment and what hangs on it are
+        released, so that the path begins before them. Never leaves a gap that nobody asked for.
+        """
+        found, n = self._tree.match(scope, ids)
+        if found is None or not n:
+            return []
+        receipts: list[ActReceipt] = []
+        for segment in found.path():
+            if not segment.archived or not self._monitor.notes_of(segment).is_archived_idle:
+                continue
+            n_away = segment.n_tokens - segment.n_resident
+            n_bytes = n_away * self._tree.bytes_per_token
+            if self.costs.is_restore_cheaper(n_bytes, n_away):
+                receipt = self._restore(segment, "a path comes back to it")
+                receipts.append(receipt)
+                if receipt.outcome == "done":
+                    self._monitor.notes_of(segment).is_archived_idle = False
+                    continue
+            self._tree.release_subtree(segment)
+            break
+        return receipts
+
+    def _restore(self, segment: Segment, reason: str) -> ActReceipt:
+        tree = self._tree
+        before = _resident(segment)
+        outcome: Outcome = "done"
+        n_bytes = 0
+        self._make_room((segment.n_tokens - segment.n_resident) * tree.bytes_per_token)
+        begun = time.perf_counter()
+        try:
+            if segment.hidden:
+                tree.unhide(segment)
+            if segment.archived:
+                n_bytes = tree.restore(segment)
+                self.costs.restored(n_bytes, time.perf_counter() - begun)
+        except (ArchiveError, MemoryError, RuntimeError, ValueError) as error:
+            logger.debug("a restore failed", exc_info=True)
+            outcome, reason = "failed", f"{type(error).__name__}: {error}"
+        back = sorted(_resident(segment) - before)
+        return ActReceipt(
+            verb="restore",
+            outcome=outcome,
+            policy="",
+            reason=reason,
+            segment_id=segment.segment_id,
+            path="",
+            n_rows=len(back),
+            bits=None,
+            freed_bytes=-n_bytes,
+            mass=0.0,
+            kl=None,
+            is_forced=False,
+            exact=True,
+            step=self._monitor.n_steps,
+            runs=runs_of([segment.start + at for at in back]),
+            text="",
+        )
+
+
+def _resident(segment: Segment) -> set[int]:
+    managed = segment.residency
+    if managed is None:
+        return set(range(segment.n_tokens))
+    found = {at for block in managed.packed for at in block.offsets}
+    if managed.kept_by_head is None:
+        found |= set(managed.dense)
+    return found - managed.hidden
