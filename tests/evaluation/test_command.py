@@ -8,7 +8,6 @@ import re
 import pytest
 
 from sidequest_langchain import cli
-from sidequest_langchain.evaluation import command
 from sidequest_langchain.evaluation.command import TASKS
 from sidequest_langchain.evaluation.tables import BEGIN, END
 
@@ -41,6 +40,7 @@ class TestHelp:
     ("words", "said"),
     [
         (["--tasks", "nope"], "no task is called 'nope'; there are needle, keys"),
+        (["--policies", "lur"], "there is no policy 'lur'; did you mean 'lru'?"),
         (["--budgets", "2"], "--budgets are shares above 0 and at most 1"),
         (["--budgets", "half"], "--budgets are shares"),
         (["--samples", "0"], "--samples must be at least 1"),
@@ -54,14 +54,6 @@ def test_a_mistake_is_one_line(capsys, words, said):
     assert err.startswith("error: ")
     assert said in err
     assert len(err.splitlines()) == 1
-
-
-def test_policies_need_a_cache_that_has_them(capsys, monkeypatch):
-    monkeypatch.setattr(command, "has_policies", lambda: False)
-    status, _, err = run(capsys, "--policies", "lru")
-
-    assert status == 2
-    assert "has no policies" in err
 
 
 class TestRun:

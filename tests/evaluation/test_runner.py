@@ -11,12 +11,13 @@ from sidequest_langchain.engine.registry import live_engines
 from sidequest_langchain.errors import ConfigError
 from sidequest_langchain.evaluation import runner
 from sidequest_langchain.evaluation.agents import AGENTS
-from sidequest_langchain.evaluation.arms import Arm, arms_of, has_policies, settings_of
+from sidequest_langchain.evaluation.arms import POLICIES, Arm, arms_of, settings_of
 from sidequest_langchain.evaluation.conversing import Outcome
 from sidequest_langchain.evaluation.log import ResultLog
 from sidequest_langchain.evaluation.runner import Plan, Runner, scores_of
 from sidequest_langchain.evaluation.sample import Task
 from sidequest_langchain.evaluation.texts import TEXTS
+from sidequest_langchain.policy.registry import policy_names
 
 TASKS = {task.name: task for task in (*TEXTS, *AGENTS)}
 FULL, LIKE = Arm(policy="none"), Arm(policy="like", budget=0.5)
@@ -169,9 +170,11 @@ class TestArms:
         assert settings_of(Arm(policy="none"), 10**6) == CacheConfig()
 
     def test_a_budget_is_in_bytes(self):
-        if not has_policies():
-            pytest.skip("this version's cache has no policies")
         settings = settings_of(Arm(policy="lru", budget=0.35), 1000)
 
         assert settings.budget_bytes == 350
-        assert settings.policy == "lru"  # type: ignore[attr-defined]
+        assert settings.policy == "lru"
+
+    def test_the_policies_that_run_by_default_are_there(self):
+        assert set(POLICIES) <= set(policy_names())
+        assert len(arms_of(POLICIES, [0.5])) == len(POLICIES)

@@ -75,7 +75,10 @@ def fairness(chance: random.Random, n_tokens: int, count: Count) -> Sample:
         opening.append(HumanMessage(f"What is the capital of {country}?"))
         opening.append(AIMessage(f"{begins}, it is {CAPITALS[country]}, {ends}."))
     lines = "\n".join(filled(diary(chance), n_tokens, count))
-    opening.append(HumanMessage(f"Here is a diary.\n\n{lines}"))
+    call = {"name": "read_file", "args": {"name": "diary.txt"}, "id": "call00000"}
+    opening.append(HumanMessage("Read the file diary.txt."))
+    opening.append(AIMessage("", tool_calls=[call]))
+    opening.append(ToolMessage(lines, tool_call_id=call["id"]))
     opening.append(AIMessage(f"{begins}, I have read it, {ends}."))
     asks = []
     for i, country in enumerate(countries[3:]):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from sidequest_langchain.config import CacheConfig
+from sidequest_langchain.policy.registry import policy_for
 
 NONE = "none"
 """The full cache: nothing is managed, no budget."""
@@ -32,15 +32,16 @@ class Arm:
 
 
 def arms_of(policies: Iterable[str], budgets: Sequence[float]) -> tuple[Arm, ...]:
-    """The full cache first, then every other policy at every budget."""
+    """The full cache first, then every other policy at every budget.
+
+    Raises:
+        ConfigError: A policy has a name that is not known.
+    """
     managed = [policy for policy in dict.fromkeys(policies) if policy != NONE]
+    for policy in managed:
+        policy_for(policy)
     pairs = [Arm(policy=policy, budget=budget) for budget in budgets for policy in managed]
     return (Arm(policy=NONE), *pairs)
-
-
-def has_policies() -> bool:
-    """Whether this version's cache can be told a policy."""
-    return "policy" in {field.name for field in fields(CacheConfig)}
 
 
 def settings_of(arm: Arm, full_bytes: int) -> CacheConfig:
@@ -50,11 +51,8 @@ def settings_of(arm: Arm, full_bytes: int) -> CacheConfig:
         arm: Policy and budget.
         full_bytes: What the full cache holds for the same sample. The budget is in bytes at
             the allocator, so that compressed rows count for what they are.
-
-    Raises:
-        ConfigError: The cache does not know the policy.
     """
     if arm.budget is None:
         return CacheConfig()
-    given: dict[str, Any] = {"policy": arm.policy}
-    return CacheConfig(budget_bytes=max(1, round(arm.budget * full_bytes)), **given)
+    budget_bytes = max(1, round(arm.budget * full_bytes))
+    return CacheConfig(policy=arm.policy, budget_bytes=budget_bytes)

@@ -26,15 +26,17 @@ from sidequest_langchain._version import __version__
 from sidequest_langchain.errors import ConfigError, SideQuestError
 from sidequest_langchain.evaluation import tables
 from sidequest_langchain.evaluation.agents import AGENTS
-from sidequest_langchain.evaluation.arms import BUDGETS, POLICIES, arms_of, has_policies
+from sidequest_langchain.evaluation.arms import BUDGETS, POLICIES, arms_of
 from sidequest_langchain.evaluation.figures import SCHEMA, results
 from sidequest_langchain.evaluation.log import ResultLog
 from sidequest_langchain.evaluation.runner import Plan, Runner, Solve
 from sidequest_langchain.evaluation.sample import Task
 from sidequest_langchain.evaluation.texts import TEXTS
 from sidequest_langchain.models.catalogue import DEFAULT_MODEL
+from sidequest_langchain.policy.registry import policy_names
 
 TASKS = {task.name: task for task in (*TEXTS, *AGENTS)}
+_OTHERS = tuple(name for name in policy_names() if name not in POLICIES)
 _FILES = ("--out", "--docs")
 _EXAMPLES = """\
 examples:
@@ -145,11 +147,6 @@ def _plan(args: argparse.Namespace, known: Mapping[str, Task]) -> Plan:
     names = args.tasks.split(",") if args.tasks else list(TASKS)
     _require_known("task", names, list(known))
     policies = args.policies.split(",") if args.policies else list(POLICIES)
-    if not has_policies():
-        if args.policies and set(policies) != {"none"}:
-            msg = "this version's CacheConfig has no policies; only --policies none can run"
-            raise ConfigError(msg)
-        policies = ["none"]
     try:
         budgets = [float(word) for word in args.budgets.split(",")]
     except ValueError:
@@ -223,7 +220,11 @@ def _parser(more: Mapping[str, tuple[Task, Solve]]) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     also = f"; besides {', '.join(more)}" if more else ""
-    add("--policies", metavar="A,B", help=f"default: {','.join(POLICIES)}")
+    add(
+        "--policies",
+        metavar="A,B",
+        help=f"default: {','.join(POLICIES)}; also {', '.join(_OTHERS)}",
+    )
     add("--budgets", default=",".join(map(str, BUDGETS)), metavar="X,Y",
         help="shares of the full cache's bytes (%(default)s)")  # fmt: skip
     add("--tasks", metavar="A,B", help=f"default: {','.join(TASKS)}{also}")

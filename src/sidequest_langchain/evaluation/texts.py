@@ -1,8 +1,8 @@
 """Tasks over one long text: needles, keys, variables, common and frequent words.
 
-The first question stands in the prompt that brings the text. The others come when the text has
-been read, and perhaps evicted, without the reader knowing what would be asked. The ideas are
-those of RULER, arXiv:2404.06654; every word is ours.
+The text is what a tool said. The first question stands in the prompt that brings it; the others
+come when it has been read, and perhaps evicted, without the reader knowing what would be asked. The
+ideas are those of RULER, arXiv:2404.06654; every word is ours.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 
 from sidequest_langchain.evaluation.sample import Ask, Count, Sample, Scorer, Task, filled, spread
 from sidequest_langchain.evaluation.scoring import lists, names
 from sidequest_langchain.evaluation.words import COLOURS, DOINGS, PEOPLE, THINGS, TOWNS, WEATHER
 
 _SHORT = 16  # tokens of an answer that is one word or number
-_SYSTEM = SystemMessage("You answer questions about a text, in as few words as you can.")
+_SYSTEM = SystemMessage(
+    "You read files with the tool `read_file` and answer the user's questions about them, in as "
+    "few words as you can."
+)
 
 
 def diary(chance: random.Random) -> Iterator[str]:
@@ -41,11 +44,11 @@ def needle(chance: random.Random, n_tokens: int, count: Count) -> Sample:
 
 
 def keys(chance: random.Random, n_tokens: int, count: Count) -> Sample:
-    """Eight facts alike, of which three are asked for, one after the other."""
-    owners = chance.sample(PEOPLE, 8)
+    """Six facts alike, of which three are asked for, one after the other."""
+    owners = chance.sample(PEOPLE, 6)
     codes = {owner: _code(chance) for owner in owners}
     facts = [f"The code of {owner}'s locker is {code}." for owner, code in codes.items()]
-    lines = spread(facts, filled(diary(chance), n_tokens - 110, count), chance)
+    lines = spread(facts, filled(diary(chance), n_tokens - 80, count), chance)
     return _three(lines, [
         (f"What is the code of {owner}'s locker? Answer with the number only.", codes[owner],
          names(codes[owner]))
@@ -54,13 +57,13 @@ def keys(chance: random.Random, n_tokens: int, count: Count) -> Sample:
 
 
 def variables(chance: random.Random, n_tokens: int, count: Count) -> Sample:
-    """Assignments in noise; a name's value is found by following one or two others."""
-    letters = chance.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", 6)
-    values = [_code(chance) for _ in range(3)]
-    firsts, seconds = letters[:3], letters[3:]
+    """Assignments in noise; a name's value is found by following another."""
+    letters = chance.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", 4)
+    values = [_code(chance) for _ in range(2)]
+    firsts, seconds = letters[:2], letters[2:]
     facts = [f"VAR_{name} = {value}" for name, value in zip(firsts, values, strict=True)]
     facts += [f"VAR_{b} = VAR_{a}" for a, b in zip(firsts, seconds, strict=True)]
-    lines = spread(facts, filled(diary(chance), n_tokens - 70, count), chance)
+    lines = spread(facts, filled(diary(chance), n_tokens - 50, count), chance)
     asked = list(zip(seconds, values, strict=True))
     chance.shuffle(asked)
     asks = []
@@ -128,12 +131,22 @@ def _three(lines: Sequence[str], questions: Sequence[tuple[str, str, Scorer]]) -
 def _read(
     lines: Sequence[str], question: str, expected: str, score: Scorer, max_tokens: int = _SHORT
 ) -> Ask:
-    text = "\n".join(lines)
     return Ask(
-        messages=(_SYSTEM, HumanMessage(f"Read this text.\n\n{text}\n\n{question}")),
+        messages=(*_reading("\n".join(lines)), HumanMessage(question)),
         max_tokens=max_tokens,
         score=score,
         expected=expected,
+    )
+
+
+def _reading(text: str) -> tuple[BaseMessage, ...]:
+    """A text as an agent meets it: what a tool said. What users say is protected from eviction."""
+    call = {"name": "read_file", "args": {"name": "notes.txt"}, "id": "call00000"}
+    return (
+        _SYSTEM,
+        HumanMessage("Read the file notes.txt. Then I ask you about it."),
+        AIMessage("", tool_calls=[call]),
+        ToolMessage(text, tool_call_id=call["id"]),
     )
 
 
@@ -149,7 +162,7 @@ def _code(chance: random.Random) -> str:
 
 TEXTS = (
     Task(name="needle", about="one fact in noise, asked twice", make=needle),
-    Task(name="keys", about="three of eight facts alike", make=keys),
+    Task(name="keys", about="three of six facts alike", make=keys),
     Task(name="variables", about="values found through other names", make=variables),
     Task(name="common", about="the words that are in every line of a list", make=common),
     Task(name="frequent", about="the choice with the most votes", make=frequent),
