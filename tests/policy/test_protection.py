@@ -140,3 +140,16 @@ def test_the_defaults_protect_what_they_say():
     assert made.protected[398:418].all()
     assert not made.protected[20:398].any()
     assert not made.protected[418:428].any()
+
+
+def test_roots_share_the_first_end():
+    paths = [segment(i, "o" * 10) for i in (1, 2)]
+    facts = cache(*paths, budget_rows=40)
+    assert marks(facts, only(ends=0.1)) == ["xx......xx"] * 2
+
+
+def test_idle_paths_keep_their_newest_tool_call():
+    trunk = segment(1, "ca")
+    left, right = segment(2, "aa", trunk), idle(3, "rca", trunk)
+    facts = cache(trunk, left, right)
+    assert marks(facts, only(newest_tool_call=True)) == ["x.", "..", ".x."]

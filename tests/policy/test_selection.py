@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sidequest_langchain.policy.acts import Archive, Compress, Evict, EvictByHead, Release
-from sidequest_langchain.policy.choosing import messages
+from sidequest_langchain.policy.choosing import Choice, messages, take_lowest
 from sidequest_langchain.policy.facts import Tier
 from sidequest_langchain.policy.selection import Draft, by_head
 from tests.policy.making import ROW, archived, cache, evicted, idle, packed, released, segment
@@ -302,3 +302,14 @@ def test_by_head_counts_what_stays():
     facts = cache(segment(1, 6, bits=[32, 32, 0, 32, 32, 32]))
     acts = by_head(facts, [Evict(1, (0, 1), "low"), Release(2)])
     assert acts == [EvictByHead(1, 3, "low"), Release(2)]
+
+
+def test_room_counts_over_both_passes_of_a_fair_choice():
+    path = segment(1, 10)
+    sizes = [np.full(10, 2.0)]
+    choice = Choice([path], [np.ones(10, bool)], [np.arange(10)], sizes, costs=sizes)
+    # Eighteen bytes are asked for: one row is reserved, nine go; there is room for three.
+    assert take_lowest(choice, 18.0, fair=1.0)[1].tolist() == list(range(9))
+    assert take_lowest(choice, 18.0, fair=1.0, room=7.0)[1].tolist() == [0, 1, 2]
+    crowded = Choice([path], [np.arange(10) > 7], [np.arange(10)], sizes, costs=sizes)
+    assert take_lowest(crowded, 3.9, fair=1.0, room=3.0)[1].tolist() == [8]

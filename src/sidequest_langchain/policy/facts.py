@@ -183,7 +183,7 @@ class CacheFacts:
     stage: Stage = "middle"
     """Of the schedule; see `schedule.stage_of`."""
     value_bits: int | None = None
-    """Bits of a value at full precision; `None` reads them off the rows that are."""
+    """Bits of a value at full precision; where not given, those of the rows that are, or 16."""
 
     def __post_init__(self) -> None:
         known: set[int] = set()
@@ -195,6 +195,10 @@ class CacheFacts:
                 )
                 raise ValueError(msg)
             known.add(segment.segment_id)
+        if self.value_bits is None:
+            most = max((int(s.bits.max(initial=0)) for s in self.segments), default=0)
+            bits = most if most > max(PACKED_BITS) else 16
+            object.__setattr__(self, "value_bits", bits)
 
     def segment(self, segment_id: int) -> SegmentFacts:
         """The segment of this id.
@@ -209,11 +213,9 @@ class CacheFacts:
 
     @property
     def full_bits(self) -> int:
-        """Bits of a value at full precision; 16 if they are not given and no row is."""
-        if self.value_bits is not None:
-            return self.value_bits
-        most = max((int(s.bits.max(initial=0)) for s in self.segments), default=0)
-        return most if most > max(PACKED_BITS) else 16
+        """Bits of a value at full precision."""
+        assert self.value_bits is not None
+        return self.value_bits
 
     def row_bytes(self, segment: SegmentFacts) -> npt.NDArray[np.float64]:
         """Bytes that each token's row takes now, `[n_tokens]`; packed rows by `PACKED_BITS`."""
