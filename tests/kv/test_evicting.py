@@ -25,7 +25,7 @@ def most_blocks(request, monkeypatch):
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("kinds", BATCHES.values(), ids=BATCHES)
 def test_equals_the_full_cache_with_a_mask(kinds, windows, softcap, has_sinks, most_blocks):
-    for seed in range(4):
+    for seed in range(2):
         rng = random.Random(seed)
         world = World(seed)
         grove, running = grow(world, rng, n_done=10)
@@ -237,7 +237,8 @@ def test_sealed_rows_are_shared_with_a_closed_sibling(grove):
 
 
 def test_without_memory_to_share_the_tip_keeps_its_rows(grove, monkeypatch):
-    first, second = grove.run("abcd"), grove.begin("q")
+    grove.run("abcd")
+    second = grove.begin("q")
     grove.feed(second, "abcdx")
 
     def full(*_):

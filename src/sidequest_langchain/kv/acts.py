@@ -5,7 +5,7 @@ Every act is all or nothing: what it needs is made before anything is let go. It
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import Tensor
@@ -37,7 +37,7 @@ class ActingTree(RadixTree):
             ValueError: The segment is open, pinned or keeps rows by head, or has no such offset.
         """
         gone = self._checked(segment, offsets)
-        managed = _residency_of(segment)
+        managed = self._residency_of(segment)
         packed = tuple(
             left
             for block in managed.packed
@@ -67,7 +67,7 @@ class ActingTree(RadixTree):
         by_head.check_keep(segment, keep, self.layout)
         rows = by_head.rows_of_offsets(segment, keep)
         storage = segment.storage.gathered_by_head(rows)
-        managed = _residency_of(segment)
+        managed = self._residency_of(segment)
         return self._install(
             segment, replace(managed, kept=None, kept_by_head=keep.clone()), storage
         )
@@ -80,7 +80,7 @@ class ActingTree(RadixTree):
         """
         self._refuse_unless_closed(segment)
         hidden = _known(segment, offsets)
-        managed = _residency_of(segment)
+        managed = self._residency_of(segment)
         segment.residency = replace(managed, hidden=managed.hidden | hidden).or_none()
 
     def unhide(self, segment: Segment) -> None:
@@ -90,9 +90,20 @@ class ActingTree(RadixTree):
 
     # -- inside --------------------------------------------------------------------------
 
-    def _checked(self, segment: Segment, offsets: Iterable[int]) -> frozenset[int]:
+    @staticmethod
+    def _residency_of(segment: Segment) -> Residency:
+        return segment.residency or Residency(n_tokens=segment.n_tokens)
+
+    def _known_closed(self, segment: Segment, offsets: Iterable[int] | None) -> frozenset[int]:
+        """The offsets, all of them by default, of a closed segment, pinned or not."""
+        self._refuse_unless_closed(segment, may_be_pinned=True)
+        return _known(segment, range(segment.n_tokens) if offsets is None else offsets)
+
+    def _checked(
+        self, segment: Segment, offsets: Iterable[int], *, may_be_pinned: bool = False
+    ) -> frozenset[int]:
         """The offsets, if they may be acted on."""
-        self._refuse_unless_closed(segment)
+        self._refuse_unless_closed(segment, may_be_pinned=may_be_pinned)
         if segment.kept_by_head is not None:
             msg = (
                 f"the heads of segment {segment.segment_id} keep rows of their own: what they "
@@ -101,42 +112,50 @@ class ActingTree(RadixTree):
             raise ValueError(msg)
         return _known(segment, offsets)
 
-    def _refuse_unless_closed(self, segment: Segment) -> None:
+    def _refuse_unless_closed(self, segment: Segment, *, may_be_pinned: bool = False) -> None:
         name = f"segment {segment.segment_id}"
         if segment.is_open or segment.parent is None:
             msg = f"{name} is open or not of this tree; seal it before its rows are managed"
             raise ValueError(msg)
-        if _is_pinned(segment):
+        if not may_be_pinned and _is_pinned(segment):
             msg = f"{name} is pinned, itself or by what stands on it; unpin it first"
             raise ValueError(msg)
 
-    def _replace(self, segment: Segment, residency: Residency) -> int:
+    def _replace(self, segment: Segment, residency: Residency, n_copied: int = 0) -> int:
         """Give a segment the residency; dense rows that it no longer names go.
+
+        Args:
+            segment: Which.
+            residency: Of its dense rows, some of those that are there.
+            n_copied: Bytes of copies that are there for the moment.
 
         Returns:
             Bytes freed.
         """
-        managed = _residency_of(segment)
-        kept: Sequence[int] = range(segment.n_tokens) if residency.kept is None else residency.kept
+        managed = self._residency_of(segment)
+        kept = residency.dense
         if len(kept) == managed.n_dense:
-            return self._install(segment, residency, None)
+            return self._install(segment, residency, None, n_copied)
         wanted = set(kept)
         first, _ = segment.place
         rows = [first + row for row in rows_at(managed.dense, wanted)]
-        return self._install(segment, residency, segment.storage.gathered(rows))
+        return self._install(segment, residency, segment.storage.gathered(rows), n_copied)
 
-    def _install(self, segment: Segment, residency: Residency, storage: Storage | None) -> int:
+    def _install(
+        self, segment: Segment, residency: Residency, storage: Storage | None, n_copied: int = 0
+    ) -> int:
         """Put in what was made for a segment. Returns the bytes freed.
 
         Args:
             segment: Whose it is.
             residency: All of it.
             storage: The dense rows; `None` leaves them where they are.
+            n_copied: Bytes of copies that are there for the moment.
         """
         fellows = segment.fellows if storage is not None and segment.fellows else [segment]
         n_bytes, n_rows = sum(s.n_bytes for s in fellows), segment.n_resident
         old = {id(block) for block in segment.packed}
-        n_copied = sum(block.n_bytes for block in residency.packed if id(block) not in old)
+        n_copied += sum(block.n_bytes for block in residency.packed if id(block) not in old)
         if storage is None:
             segment.residency = residency.or_none()
         else:
@@ -147,10 +166,6 @@ class ActingTree(RadixTree):
         self.n_tokens += segment.n_resident - n_rows
         self._account(-freed, n_copied)
         return freed
-
-
-def _residency_of(segment: Segment) -> Residency:
-    return segment.residency or Residency(n_tokens=segment.n_tokens)
 
 
 def _known(segment: Segment, offsets: Iterable[int]) -> frozenset[int]:

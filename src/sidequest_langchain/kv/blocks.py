@@ -72,3 +72,10 @@ class Block:
         if self.low is None or not isinstance(self.part, RowsByHead):
             return None
         return self.part.seen(layer, self.low, self.high, device)[:, None, first:last]
+
+
+def at_offsets(part: Part, first: int, last: int, device: torch.device) -> Tensor:
+    """Offsets of some rows of a part whose heads have rows in common, long `[last - first]`."""
+    if part.offsets is None:
+        return torch.arange(first, last, device=device)
+    return torch.tensor(part.offsets[first:last], dtype=torch.long, device=device)

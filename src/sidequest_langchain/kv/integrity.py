@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor
+
 from sidequest_langchain.errors import CacheCorrupted
+from sidequest_langchain.kv.residency import Residency
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.tree import SegmentTree
 
@@ -29,8 +35,11 @@ def check_integrity(tree: SegmentTree) -> None:
         _require(path.tip in seen, f"path {path.serial} ends outside of the tree")
     for segment in seen:
         _check_fellows(segment, seen)
-    tensors = [t for s in seen for t in (*s.storage.keys, *s.storage.values)]
-    tensors += [t for s in seen for block in s.packed for t in block.tensors().values()]
+    tensors = [
+        t
+        for s in (*seen, *tree.scratches)
+        for t in (*s.storage.keys, *s.storage.values, *_packed_tensors(s))
+    ]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     storages.pop(0, None)  # those without a byte
     _require(sum(storages.values()) == tree.n_bytes, "bytes do not add up")
@@ -54,6 +63,45 @@ def _check_segment(segment: Segment) -> None:
     is_kept_empty = segment.is_open or segment.n_pins > 0
     _require(is_kept_empty or segment.n_tokens > 0, f"{name} is empty")
     _require(all(p.tip is segment for p in segment.paths), f"{name} holds strange paths")
+    _require(len(segment.kinds) == segment.n_tokens, f"{name} has kinds of other tokens")
+    if segment.residency is not None:
+        _check_residency(name, segment, segment.residency)
+
+
+def _check_residency(name: str, segment: Segment, managed: Residency) -> None:
+    """Every token's row is in one place at most, and every row is some token's."""
+    tokens = range(segment.n_tokens)
+    _require(not segment.is_open, f"{name} is open, yet managed")
+    _require(managed.n_tokens == segment.n_tokens, f"{name}: rows of other tokens")
+    _require(managed.or_none() is managed, f"{name} is managed for nothing")
+    _require(managed.hidden <= set(tokens), f"{name} hides tokens that it has not")
+    for copy in managed.archived:
+        is_right = _is_ascending(copy.offsets, tokens) and len(copy.offsets) == len(copy.rows)
+        _require(is_right and bool(copy.offsets), f"{name}: copies of strange rows")
+    if managed.kept_by_head is not None:
+        keep = managed.kept_by_head
+        is_real = keep < segment.n_tokens
+        ascends = (keep[..., 1:] > keep[..., :-1]) | ~is_real[..., 1:]
+        is_right = bool(ascends.all()) and managed.kept is None and not managed.packed
+        _require(is_right and bool((keep >= 0).all()), f"{name}: heads keep strange rows")
+        return
+    places = [managed.dense, *(block.offsets for block in managed.packed)]
+    _require(all(_is_ascending(place, tokens) for place in places), f"{name}: rows out of order")
+    everywhere = [at for place in places for at in place]
+    _require(len(everywhere) == len(set(everywhere)), f"{name}: a row is in two places")
+    _require(all(block.n_rows for block in managed.packed), f"{name} has an empty block")
+    _require(not (managed.packed and segment.fellows), f"{name} shares its storage, yet packed")
+
+
+def _is_ascending(offsets: Sequence[int], tokens: range) -> bool:
+    """Whether offsets are of those tokens and ascend."""
+    is_within = not offsets or (offsets[0] in tokens and offsets[-1] in tokens)
+    return is_within and all(a < b for a, b in pairwise(offsets))
+
+
+def _packed_tensors(segment: Segment) -> list[Tensor]:
+    blocks = (block.tensors() for block in segment.packed)
+    return [t for tensors in blocks for name, t in tensors.items() if name != "header"]
 
 
 def _is_run_on(segment: Segment) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sidequest_langchain.kv.block_finding import in_place, rows_seen
-from sidequest_langchain.kv.blocks import Block, Row
+from sidequest_langchain.kv.blocks import Block, Row, at_offsets
 from sidequest_langchain.kv.features import Features
 from sidequest_langchain.kv.partial import Partial, merge
 from sidequest_langchain.kv.parts import LOAD_ROWS, Part, RowsByHead
@@ -137,16 +137,9 @@ def _visible(
         oldest = part.offsets[first] if part.offsets is not None else first
         if row.position - window + row.n_new <= segment.start + oldest:
             return None  # the last query sees the first row
-        at = offsets_of(part, first, last, device).unsqueeze(0)  # [1, S]
+        at = at_offsets(part, first, last, device).unsqueeze(0)  # [1, S]
     if window is None:
         return seen
     queries = torch.arange(row.position, row.position + row.n_new, device=device).unsqueeze(1)
     in_window = at > queries - window - segment.start
     return in_window & seen if is_by_head else in_window
-
-
-def offsets_of(part: Part, first: int, last: int, device: torch.device) -> Tensor:
-    """Offsets of some rows of a part, long `[last - first]`."""
-    if part.offsets is None:
-        return torch.arange(first, last, device=device)
-    return torch.tensor(part.offsets[first:last], dtype=torch.long, device=device)

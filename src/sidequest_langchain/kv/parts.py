@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sidequest_langchain.kv.residency import rows_at
-
-if TYPE_CHECKING:
-    from sidequest_langchain.kv.segment import Segment
-    from sidequest_langchain.kv.storage import Storage
+from sidequest_langchain.kv.segment import Segment
+from sidequest_langchain.kv.storage import Storage
 
 LOAD_ROWS = 512
 """Rows of a part that are made readable at once, so that no full copy of a segment exists."""

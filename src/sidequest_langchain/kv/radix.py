@@ -5,18 +5,17 @@ It must not know whose the segments are; `tree` does.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from sidequest_langchain.errors import ArchiveError
 from sidequest_langchain.kv import by_head, chain
+from sidequest_langchain.kv.archive import Archive
 from sidequest_langchain.kv.idle import IdleLeaves
 from sidequest_langchain.kv.layout import KVLayout, bytes_per_token
 from sidequest_langchain.kv.residency import Archived
 from sidequest_langchain.kv.segment import Segment, n_common
 from sidequest_langchain.kv.storage import Storage
-
-if TYPE_CHECKING:
-    from sidequest_langchain.kv.archive import Archive
 
 
 class RadixTree:
@@ -34,6 +33,8 @@ class RadixTree:
         """Where copies of rows go; set by the owner."""
         self.most_joined_rows: int | None = None
         """Rows that segments are joined to at most; `None` is any number."""
+        self.scratches: list[Segment] = []
+        """Segments beside the tree, which `segments` leaves out."""
         self._roots: dict[str, Segment] = {}
         self._clock = 0
         self._n_segments_made = 0
@@ -104,6 +105,29 @@ class RadixTree:
         self.n_bytes += change
         self.peak_bytes = max(self.peak_bytes, self.n_bytes, before + n_copied)
 
+    def scratch(self, path_tip: Segment, position: int, n_rows: int = 0) -> Segment:
+        """An open segment beside the tree, for rows that are not to stay.
+
+        It stands on the path to `path_tip`, and nothing stands on it. Its bytes count until
+        `discard_scratch`.
+
+        Args:
+            path_tip: Where the path ends whose rows are seen.
+            position: Of its first token, anywhere on the path or at its end.
+            n_rows: Room for so many rows.
+        """
+        segment = Segment(0, path_tip.scope, path_tip, self.layout)
+        segment.start = position
+        segment.is_open = True
+        self._account(segment.reserve(n_rows, n_rows) if n_rows else 0)
+        self.scratches.append(segment)
+        return segment
+
+    def discard_scratch(self, segment: Segment) -> None:
+        """Free what `scratch` gave."""
+        self.scratches.remove(segment)
+        self._account(-segment.free())
+
     def _cut(self, segment: Segment, n_head: int) -> Segment:
         """Make a segment end after `n_head` tokens and return what ends there.
 
@@ -142,7 +166,8 @@ class RadixTree:
         """Copies in the archive that two segments have now need two to drop them."""
         if self.archive is not None:
             for ticket in {a.ticket for a in head.archived} & {a.ticket for a in rest.archived}:
-                self.archive.hold(ticket)
+                with contextlib.suppress(ArchiveError):  # the copy is lost already
+                    self.archive.hold(ticket)
 
     def _drop_copies(self, gone: Iterable[Archived], left: Iterable[Archived] = ()) -> None:
         """Let the archive forget copies of which a segment has no row left."""

@@ -13,14 +13,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from sidequest_langchain.kv.archive import Ticket
-    from sidequest_langchain.kv.packed import PackedBlock
+from sidequest_langchain.kv.archive import Ticket
+from sidequest_langchain.kv.packed import PackedBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sidequest_langchain.kv.acts import ActingTree
+from sidequest_langchain.kv.keeping import KeepingTree
 from sidequest_langchain.kv.segment import Path, Segment, n_common
 
 FIT_SHARE = 8
 """A sealed segment keeps its room to grow only if it has this many rows for one of them."""
 
 
-class SharingTree(ActingTree):
+class SharingTree(KeepingTree):
     """A tree in which no two closed siblings begin with the same token."""
 
     def seal(self, path: Path) -> Segment | None:

@@ -5,7 +5,7 @@ It must not know tokens or the tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -70,6 +70,32 @@ class Storage:
         keys = [torch.cat(layer, 1) for layer in zip(*(k for k, _ in parts), strict=True)]
         values = [torch.cat(layer, 1) for layer in zip(*(v for _, v in parts), strict=True)]
         return cls(keys, values, sum(last - first for first, last in places))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is stored, by name; for `from_tensors`."""
+        if self._whole is not None:
+            return {"rows": self._whole}
+        keys = {f"key.{layer}": t for layer, t in enumerate(self._keys)}
+        return keys | {f"value.{layer}": t for layer, t in enumerate(self._values)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], layout: KVLayout) -> Storage:
+        """The storage that `tensors` were of, moved to where the layers run; not to be written.
+
+        Raises:
+            ValueError: They are not those of a storage of this layout.
+        """
+        try:
+            if _is_even(layout):
+                return cls._of_whole(tensors["rows"].to(layout[0].device))
+            keys, values = (
+                [tensors[f"{name}.{layer}"].to(s.device) for layer, s in enumerate(layout)]
+                for name in ("key", "value")
+            )
+        except KeyError as error:
+            msg = f"these tensors are not the rows of {len(layout)} layers: {error} is missing"
+            raise ValueError(msg) from error
+        return cls(keys, values, keys[0].shape[1])
 
     @property
     def keys(self) -> list[Tensor]:
@@ -137,7 +163,8 @@ class Storage:
         """Put K and V, `[H, len(rows), D]` a layer, at some rows."""
         for mine, given in ((self.keys, keys), (self.values, values)):
             for tensor, new in zip(mine, given, strict=True):
-                tensor.index_copy_(1, torch.tensor(rows, device=tensor.device), new)
+                index = torch.tensor(rows, dtype=torch.long, device=tensor.device)
+                tensor.index_copy_(1, index, new)
 
     def resized(self, n_rows: int, capacity: int) -> Storage:
         """A new storage with the first `n_rows` rows and room for `capacity`."""

@@ -6,15 +6,12 @@ It must not know a tree or a storage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from sidequest_langchain.kinds import TokenKind
+from sidequest_langchain.kv.packed import PackedBlock
 from sidequest_langchain.kv.residency import Archived, Residency
-
-if TYPE_CHECKING:
-    from sidequest_langchain.kv.packed import PackedBlock
 
 
 class Tokens:
