@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import tracemalloc
 
@@ -180,4 +181,8 @@ def test_gone_and_special_files_are_refused(tmp_path):
     path.unlink()
     path.mkdir()
     with pytest.raises(ArchiveError, match=r"no regular file|cannot be opened"):
+        read_archive(path, **asked)
+    path.rmdir()
+    os.mkfifo(path)  # nobody will ever write to it
+    with pytest.raises(ArchiveError, match="no regular file"):
         read_archive(path, **asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 
 import pytest
@@ -75,6 +76,18 @@ def test_the_file_is_one_of_safetensors(tmp_path):
     path, _ = written(tmp_path, tensors)
     theirs = load_file(path)
     assert all(same_bits(theirs[name], tensors[name]) for name in tensors)
+
+
+def test_elements_lie_at_multiples_of_their_width(tmp_path):
+    """Readers that map the file need that; names and the order of the tensors have no say."""
+    tensors = {"a": bits_of(torch.int8, (3,)), "b": bits_of(torch.float32, (3,))}
+    path, _ = written(tmp_path, {**tensors, "c": bits_of(torch.float64, (1,))})
+    raw = path.read_bytes()
+    n_header = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + n_header])
+    assert n_header % 8 == 0
+    starts = {name: header[name]["data_offsets"][0] for name in "abc"}
+    assert starts == {"c": 0, "b": 8, "a": 20}
 
 
 def test_only_its_owner_may_read_it(tmp_path):

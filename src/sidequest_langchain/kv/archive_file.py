@@ -138,7 +138,9 @@ def read_archive(path: Path, *, n_bytes: int, checksum: str, about: Mapping[str,
         ArchiveError: It is gone, damaged, or another one; the message says what is wrong.
     """
     try:
-        file = io.FileIO(os.open(path, os.O_RDONLY | _own_flags()), closefd=True)
+        # Not to wait for a writer, should a pipe be in its place.
+        flags = os.O_RDONLY | _own_flags() | getattr(os, "O_NONBLOCK", 0)
+        file = io.FileIO(os.open(path, flags))
     except OSError as error:
         _refuse(path, f"it cannot be opened ({error.strerror})", error)
     with file:
@@ -199,7 +201,7 @@ def _placed(path: Path, table: Mapping[str, Any], n_payload: int) -> dict[str, T
             if not all(type(size) is int and size >= 0 for size in shape):
                 _refuse(path, f"tensor {name!r} claims the shape {shape}")
             start, end = end, end + math.prod(shape) * dtype.itemsize
-            if place["data_offsets"] != [start, end] or end > n_payload:
+            if place["data_offsets"] != [start, end]:
                 _refuse(path, f"tensor {name!r} does not lie where its shape says")
             shapes[name] = (shape, dtype)
     except (TypeError, KeyError, ValueError) as error:
