@@ -177,6 +177,41 @@ def test_a_call_is_a_call_with_all_of_its_json(name):
     assert json.loads(inner) == {"name": "find", "arguments": CALL["args"]}
 
 
+def test_a_call_without_tags_is_a_call():
+    """Llama 3's form; two calls of one turn, and an argument that is no text."""
+    bare = templates.TOOLS.replace("<tool_call>\\n", "").replace("\\n</tool_call>", "")
+    calls = [CALL, CALL | {"id": "c2", "args": {"n": 4}}]
+    found = told(bare, [H("a"), A("", tool_calls=calls), ToolMessage("r", tool_call_id="c1")])
+    lines = "".join(of_kind(found, K.TOOL_CALL)).strip().splitlines()
+    assert [json.loads(line)["arguments"] for line in lines] == [CALL["args"], {"n": 4}]
+
+
+TRIMS_ANSWERS = templates.PLAIN.replace(
+    "(m.content or '')", "(m.content | trim if m.role == 'assistant' else m.content)"
+)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "special tags"])
+@pytest.mark.parametrize("template", [templates.PLAIN, templates.TRIM, TRIMS_ANSWERS])
+def test_blanks_around_a_text_are_its_own_unless_they_are_trimmed(kind, template):
+    found = told(template, [H(" a "), A("  Oslo  "), H("  b")], kind=kind)
+    questions, answers = [" a ", "  b"], ["  Oslo  "]
+    if template is templates.TRIM:
+        questions = [text.strip() for text in questions]
+    if template is not templates.PLAIN:
+        answers = ["Oslo"]
+    assert of_kind(found, K.QUESTION) == questions
+    assert of_kind(found, K.ANSWER) == answers
+
+
+def test_tags_of_the_user_open_nothing_that_the_assistant_closes():
+    """In a template without control tokens nothing but the pieces tells where a turn ends."""
+    plain = "{%- for m in messages %}{{- m.role + ':\n' + m.content + '\n' }}{%- endfor %}"
+    found = told(plain, [H("<think> what is"), A("Oslo"), H("</think> it"), A("Rome"), H("a")])
+    assert of_kind(found, K.THOUGHT) == []
+    assert of_kind(found, K.ANSWER) == ["Oslo", "Rome"]
+
+
 def test_schemas_and_what_is_around_them_are_the_systems():
     found = told(templates.TOOLS_JSON, TALK, TOOLS)
     schemas, rule = of_kind(found, K.SYSTEM)
@@ -365,7 +400,7 @@ def test_each_result_of_a_tool_has_a_cursor(kind, name):
         H("a"),
         A("", tool_calls=calls),
         ToolMessage("城市", tool_call_id="c1"),
-        ToolMessage("Rome", tool_call_id="c2", name="other"),
+        ToolMessage("Rome.", tool_call_id="c2", name="other"),
         A("b"),
         H([{"type": "tool_result", "tool_use_id": "c3", "content": "Paris"}]),
         H("and"),
@@ -376,7 +411,7 @@ def test_each_result_of_a_tool_has_a_cursor(kind, name):
         (one.tool_call_id, one.name, tokenizer.decode(prompt.ids[one.first : one.last]).strip())
         for one in prompt.tool_results
     ]
-    assert found == [("c1", "find", "城市"), ("c2", "other", "Rome"), ("c3", None, "Paris")]
+    assert found == [("c1", "find", "城市"), ("c2", "other", "Rome."), ("c3", None, "Paris")]
     for one in prompt.tool_results:
         kinds = set(prompt.kinds[one.first : one.last])
         assert K.TOOL_RESULT in kinds

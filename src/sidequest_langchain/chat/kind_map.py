@@ -144,7 +144,7 @@ class KindMap:
             last = end
 
     def _fill(self, start: int, end: int, *, is_system: bool) -> None:
-        """Structure between two parts of the system's text, or of one call, belongs to them."""
+        """Structure between two parts of the system's text, or around it, belongs to it."""
         for gap in _DELIMITERS.finditer(self._kinds, start, end):
             first, last = gap.span()
             around = {
@@ -153,8 +153,6 @@ class KindMap:
             }
             if around == {TokenKind.SYSTEM} or (is_system and not around):
                 self._paint(first, last, TokenKind.SYSTEM)
-            elif around == {TokenKind.TOOL_CALL} and first > start and last < end:
-                self._paint(first, last, TokenKind.TOOL_CALL)
             else:
                 self._fill_paragraphs(first, last)
 
