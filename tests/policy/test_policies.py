@@ -61,6 +61,8 @@ def test_distance_is_to_the_nearest_running_end():
     assert steps[1].tolist() == [5, 4, 3]
     assert steps[2].tolist() == [6, 5, 4, 3, 2, 1]
     assert steps[4].tolist() == [51]
+    other_order = cache(trunk, short, long, gone, tips=((1, 3), (1, 2)))
+    assert distance(other_order)[1].tolist() == [5, 4, 3]
 
 
 def test_distance_on_idle_paths_counts_from_their_leaves():

@@ -123,8 +123,8 @@ class SnapKV(ByScore):
 
     def score(self, facts: CacheFacts, segment: SegmentFacts) -> Floats:
         """Window attention, the highest among `pool` neighbours."""
-        is_in = np.isfinite(segment.window) & (segment.window > 0)
-        return pooled(np.where(is_in, segment.window, segment.importance), self.pool)
+        was_seen = segment.window > 0
+        return pooled(np.where(was_seen, segment.window, segment.importance), self.pool)
 
 
 @dataclass(frozen=True, kw_only=True)
