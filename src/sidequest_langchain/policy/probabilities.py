@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sidequest_langchain.kv.blocks import Block
 from sidequest_langchain.kv.features import Features
-from sidequest_langchain.kv.part_attention import offsets_of as at_offsets
 from sidequest_langchain.kv.parts import Part, RowsByHead
 
 
@@ -29,7 +28,9 @@ def offsets_of(part: Part, layer: int, first: int, last: int, device: torch.devi
     """Offsets of some rows of a part, `[S]`, or `[H, S]` where heads differ."""
     if isinstance(part, RowsByHead):
         return part.keep[layer][:, first:last].to(device)
-    return at_offsets(part, first, last, device)
+    if part.offsets is None:
+        return torch.arange(first, last, device=device)
+    return torch.tensor(part.offsets[first:last], dtype=torch.long, device=device)
 
 
 def sampled_layers(wanted: int | Sequence[int], n_layers: int) -> tuple[int, ...]:
