@@ -14,7 +14,7 @@ from tests.policy.making import ROW, cache, idle, segment
 
 
 def test_arrays_are_copies_that_nobody_can_write():
-    importance = np.ones(3)
+    importance = np.ones(3, np.float32)
     facts = segment(1, 3, importance=importance)
     importance[0] = 9
     assert facts.importance.tolist() == [1, 1, 1]

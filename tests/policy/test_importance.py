@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from sidequest_langchain.errors import ConfigError
 from sidequest_langchain.kinds import TokenKind
-from sidequest_langchain.policy.fitting import fit, judge, recall
+from sidequest_langchain.policy.fitting import _gradients, fit, judge, recall
 from sidequest_langchain.policy.importance import FEATURES, MLP, features_of, predict
 from sidequest_langchain.policy.staged import EvictStaged
 from tests.policy.making import cache, evicted, segment
@@ -99,6 +99,35 @@ def test_the_same_seed_gives_the_same_weights_and_another_others():
     one, same, other = (fit(x, y, seed=s, n_epochs=2) for s in (1, 1, 2))
     assert all(np.array_equal(one.tensors[k], same.tensors[k]) for k in one.tensors)
     assert not np.array_equal(one.tensors["hidden"], other.tensors["hidden"])
+
+
+def test_gradients_are_those_of_the_loss():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, len(FEATURES)))
+    y = rng.gamma(1.0, 1.0, 6)
+    weights = {
+        "mean": np.zeros(len(FEATURES)),
+        "scale": np.ones(len(FEATURES)),
+        "hidden": rng.normal(size=(len(FEATURES), 4)) / 4,
+        "hidden_bias": rng.normal(size=4),
+        "out": rng.normal(size=4),
+        "out_bias": rng.normal(size=1),
+    }
+
+    def loss():
+        hidden = np.tanh(x @ weights["hidden"] + weights["hidden_bias"])
+        log_rate = x[:, BASE] - 0.3 + hidden @ weights["out"] + weights["out_bias"]
+        return np.mean(np.exp(log_rate) - y * log_rate)
+
+    for name, gradient in _gradients(weights, x, y, 0.3).items():
+        for at in list(np.ndindex(gradient.shape))[:5]:
+            was = weights[name][at]
+            weights[name][at] = was + 1e-6
+            above = loss()
+            weights[name][at] = was - 1e-6
+            slope = (above - loss()) / 2e-6
+            weights[name][at] = was
+            assert gradient[at] == pytest.approx(slope, rel=1e-4, abs=1e-7)
 
 
 def test_it_is_small_and_comes_back_as_it_was(fitted, tmp_path):

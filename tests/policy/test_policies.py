@@ -262,6 +262,13 @@ def test_pack_first_evicts_only_what_is_then_left():
     assert set(packed(acts, 8)[1]) == set(range(100)) - set(gone)
 
 
+def test_pack_first_does_not_ask_the_other_where_packing_is_enough():
+    inner = Plain(lambda facts: [Evict(1, (0,))])
+    path = segment(1, 100)
+    assert not evicted(CompressFirst(inner)(cache(path, rows=50, tiers=["int8"])))
+    assert evicted(CompressFirst(inner)(cache(path, rows=90, tiers=["int8"]))) == {1: [0]}
+
+
 def test_wrappers_carry_names_and_needs():
     wrapped = PerHead(CompressFirst(TOVA()))
     assert wrapped.name == "per_head(compress_first(tova))"
