@@ -88,12 +88,14 @@ class Fed:
         return tokens_to(self.path.tip) + (tuple(ids(self.text)) if self.is_stored else ())
 
 
-def densely(world, tokens, n_new, layer, features, unseen=None):
+def densely(world, tokens, n_new, layer, features, unseen=None, rows=None):
     """Causal attention of the last `n_new` tokens in float64, one token at a time.
 
     `unseen`: positions that no query but the token's own sees; by KV head where it is a list.
+    `rows`: K and V instead of the true ones.
     """
-    q, k, v = (t.double() for t in world.qkv(tokens, 0, layer))
+    q, k, v = world.qkv(tokens, 0, layer)
+    q, k, v = (t.double() for t in (q, *(rows or (k, v))))
     group = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     out = []
@@ -119,12 +121,13 @@ def by_heads(unseen, n_heads, group):
     return [unseen or ()] * n_heads
 
 
-def run(world, grove, fed, features_of, *, tolerance=2e-5, unseen=None, **plan_options):
+def run(world, grove, fed, features_of, *, tolerance=2e-5, unseen=None, rows=None, **options):
     """One step over all layers, compared with the dense way; then the tree counts it.
 
-    `unseen(f, layer)` says what the dense way masks of what is fed.
+    `unseen(f, layer)` says what the dense way masks of what is fed, `rows(f, layer)` which K and V
+    it takes.
     """
-    plan = StepPlan([f.row(grove.tree) for f in fed], **plan_options)
+    plan = StepPlan([f.row(grove.tree) for f in fed], **options)
     for layer in range(len(HEADS)):
         features = features_of(layer)
         out = attend_layer(world, plan, fed, layer, features)
@@ -139,6 +142,7 @@ def run(world, grove, fed, features_of, *, tolerance=2e-5, unseen=None, **plan_o
                     layer,
                     features,
                     None if unseen is None else unseen(f, layer),
+                    None if rows is None else rows(f, layer),
                 )
                 for f in fed
             ]

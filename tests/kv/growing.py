@@ -134,7 +134,7 @@ def check_rows(grove: Grove) -> None:
             where = (segment.segment_id, layer, "".join(map(chr, tokens)))
             dense = [t[:, : segment.n_rows] for t in (segment.keys[layer], segment.values[layer])]
             for held, asked in zip(dense, rows, strict=True):
-                assert torch.equal(held, stored_of(segment, asked, layer)), where
+                assert torch.equal(held, stored_of(segment, asked, layer, held)), where
             for block in segment.packed:
                 for held, asked in zip(block.load(layer), rows, strict=True):
                     near(held, asked[:, list(block.offsets)], asked, block.bits)
@@ -147,15 +147,13 @@ def near(held: Tensor, asked: Tensor, whole: Tensor, bits: int) -> None:
     assert (held.double() - asked.double()).abs().max() <= most
 
 
-def stored_of(segment: Segment, rows: Tensor, layer: int) -> Tensor:
-    """Those of all rows of a segment, `[H, S, D]`, that its storage should hold."""
+def stored_of(segment: Segment, rows: Tensor, layer: int, held: Tensor) -> Tensor:
+    """Those of all rows of a segment, `[H, S, D]`, that its storage should hold; padding as is."""
     if segment.kept_by_head is not None:
         keep = segment.kept_by_head[layer]
-        stored = segment.keys[layer], segment.values[layer]
         padded = torch.cat([rows, torch.full_like(rows[:, :1], float("nan"))], 1)
         wanted = padded.gather(1, keep.unsqueeze(-1).expand(-1, -1, rows.shape[2]))
-        found = next((t for t in stored if t.shape == wanted.shape), wanted)
-        return torch.where(wanted.isnan(), found, wanted)
+        return torch.where(wanted.isnan(), held, wanted)
     return rows if segment.kept is None else rows[:, list(segment.kept)]
 
 

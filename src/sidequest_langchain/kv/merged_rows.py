@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from sidequest_langchain.kv.packed import PackedBlock
-from sidequest_langchain.kv.parts import Part, RowsByHead
+from sidequest_langchain.kv.parts import Part, RowsByHead, bits_of
 from sidequest_langchain.kv.residency import rows_at
 
 
@@ -54,7 +53,8 @@ class MergedRows:
 
 def is_finer(part: Part, bits: int) -> bool:
     """Whether rows of a part would lose something by being packed to so many bits."""
-    return not isinstance(part, PackedBlock) or part.bits > bits
+    of_part = bits_of(part)
+    return of_part is None or of_part > bits
 
 
 def _load(part: Part, layer: int, rows: list[int]) -> tuple[Tensor, Tensor]:

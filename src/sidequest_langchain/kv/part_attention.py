@@ -125,21 +125,21 @@ def _visible(
     """Which rows of a piece the chunk's queries see: `[T, S]`, by head `[H, T, S]`; `None`: all."""
     first, last = piece
     low, high = sight
-    is_by_head = isinstance(part, RowsByHead)
+    # Offset of the oldest token that the last query sees; those before it see more.
+    newest = 0 if window is None else row.position + row.n_new - window - segment.start
+    seen: Tensor | None = None
     if isinstance(part, RowsByHead):
-        if low is None:
+        if low is None and newest <= 0:
             return None
         at = part.keep[layer, :, first:last].to(device).unsqueeze(1)  # [H, 1, S]
-        seen = part.seen(layer, low, high, device)[:, None, first:last]
-    elif window is None:
-        return None
+        if low is not None:
+            seen = part.seen(layer, low, high, device)[:, None, first:last]
     else:
-        oldest = part.offsets[first] if part.offsets is not None else first
-        if row.position - window + row.n_new <= segment.start + oldest:
-            return None  # the last query sees the first row
+        if newest <= (first if part.offsets is None else part.offsets[first]):
+            return None
         at = at_offsets(part, first, last, device).unsqueeze(0)  # [1, S]
     if window is None:
         return seen
     queries = torch.arange(row.position, row.position + row.n_new, device=device).unsqueeze(1)
     in_window = at > queries - window - segment.start
-    return in_window & seen if is_by_head else in_window
+    return in_window if seen is None else in_window & seen

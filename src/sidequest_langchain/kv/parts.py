@@ -58,11 +58,12 @@ class StoredRows:
 class ChosenRows:
     """Some rows of another part: copied out as they are read."""
 
-    __slots__ = ("_part", "_rows", "n_rows", "offsets")
+    __slots__ = ("_part", "_rows", "bits", "n_rows", "offsets")
 
     def __init__(self, part: Part, rows: Sequence[int]) -> None:
         self._part, self._rows = part, rows
         self.n_rows = len(rows)
+        self.bits = bits_of(part)
         self.offsets: Sequence[int] = (
             rows if part.offsets is None else [part.offsets[row] for row in rows]
         )
@@ -143,6 +144,12 @@ class RowsByHead:
             hidden = torch.tensor(self._hidden, dtype=keep.dtype, device=device)
             seen &= ~torch.isin(keep, hidden)
         return seen
+
+
+def bits_of(part: Part) -> int | None:
+    """Bits to which the rows of a part are packed; `None` is full precision."""
+    bits: int | None = getattr(part, "bits", None)
+    return bits
 
 
 def parts_of(segment: Segment) -> list[Part]:

@@ -140,7 +140,7 @@ class RadixTree:
         parent = segment.parent
         assert parent is not None
         head = self._new_segment(segment.scope, parent)
-        n_bytes, n_copied = segment.n_bytes, 0
+        n_bytes, n_rows, n_copied = segment.n_bytes, segment.n_resident, 0
         try:
             if segment.fellows:
                 chain.split(segment, head, n_head)
@@ -160,6 +160,8 @@ class RadixTree:
         head.children.append(segment)
         head.last_used = segment.last_used
         self._account(head.n_bytes + segment.n_bytes - n_bytes, n_copied)
+        # Heads that keep rows of their own may need padding on both sides of the cut.
+        self.n_tokens += head.n_resident + segment.n_resident - n_rows
         return head
 
     def _hold_twice(self, head: Segment, rest: Segment) -> None:

@@ -78,10 +78,10 @@ def kept_by_head(segment: Segment, keep: Tensor) -> list[Part]:
 class _RepackedRows:
     """Rows that lose as much as packing would cost them, each time they are read."""
 
-    __slots__ = ("_bits", "_exempt", "_rows", "n_rows", "offsets")
+    __slots__ = ("_exempt", "_rows", "bits", "n_rows", "offsets")
 
     def __init__(self, rows: MergedRows, bits: int, exempt: Collection[int]) -> None:
-        self._rows, self._bits, self._exempt = rows, bits, frozenset(exempt)
+        self._rows, self.bits, self._exempt = rows, bits, frozenset(exempt)
         self.n_rows, self.offsets = rows.n_rows, rows.offsets
 
     def load(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ class _RepackedRows:
             return self._rows.load(layer, first, last)
         a, b = first // GROUP * GROUP, min(self.n_rows, -(-last // GROUP) * GROUP)
         k, v = self._rows.load(layer, a, b)
-        block = PackedBlock.pack([k], [v], range(b - a), bits=self._bits)
+        block = PackedBlock.pack([k], [v], range(b - a), bits=self.bits)
         return block.load(0, first - a, last - a)
 
 
