@@ -305,11 +305,10 @@ def test_by_head_counts_what_stays():
 
 
 def test_room_counts_over_both_passes_of_a_fair_choice():
-    path = segment(1, 10)
-    sizes = [np.full(10, 2.0)]
-    choice = Choice([path], [np.ones(10, bool)], [np.arange(10)], sizes, costs=sizes)
-    # Eighteen bytes are asked for: one row is reserved, nine go; there is room for three.
-    assert take_lowest(choice, 18.0, fair=1.0)[1].tolist() == list(range(9))
-    assert take_lowest(choice, 18.0, fair=1.0, room=7.0)[1].tolist() == [0, 1, 2]
-    crowded = Choice([path], [np.arange(10) > 7], [np.arange(10)], sizes, costs=sizes)
-    assert take_lowest(crowded, 3.9, fair=1.0, room=3.0)[1].tolist() == [8]
+    sizes = np.array([2.0] * 9 + [20.0])
+    rows, scores = np.ones(10, bool), np.arange(10)
+    choice = Choice([segment(1, 10)], [rows], [scores], [sizes], costs=[sizes])
+    assert take_lowest(choice, 18.0, room=7.0)[1].tolist() == [0, 1, 2]
+    # Two rows are reserved, the others free 16 bytes: the reserved ones must go, too.
+    assert take_lowest(choice, 30.0, fair=1.0)[1].tolist() == list(range(10))
+    assert take_lowest(choice, 30.0, fair=1.0, room=37.0)[1].tolist() == list(range(9))
