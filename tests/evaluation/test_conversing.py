@@ -39,6 +39,13 @@ def test_it_leaves_nothing_resident(model):
     assert model.kv.usage().n_tokens == 0
 
 
+def test_the_peak_is_its_own(model):
+    long = Ask(messages=(HumanMessage("a long story " * 50),), max_tokens=4)
+    before, after = converse(model, Sample(asks=(long,))), converse(model, SAMPLE)
+
+    assert after.peak_bytes < before.peak_bytes / 2
+
+
 def test_a_record_answers_what_a_conversation_answers(model):
     recorded, plain = record(model, SAMPLE), converse(model, SAMPLE)
 

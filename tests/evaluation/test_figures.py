@@ -96,6 +96,12 @@ class TestResults:
 
         assert found["bytes_share"] == pytest.approx((50 + 40 + 40) / 300)
 
+    def test_a_sample_that_the_full_cache_failed_has_no_share(self):
+        failed = row("one", "none", error="Bad: luck", n_asked=1) | {"number": 1, "n_bytes": 9}
+        found = results([*ROWS, failed, row("one", "lru", 1.0) | {"number": 1}], ARMS, TASKS)[1]
+
+        assert found["bytes_share"] == pytest.approx((50 + 40 + 40) / 300)
+
     def test_of_nothing(self):
         found = results([], ARMS, TASKS)
 

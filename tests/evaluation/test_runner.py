@@ -117,10 +117,11 @@ class TestRunning:
         assert len(live_engines()) == before
 
     def test_an_application_is_run_with_its_seed(self, runs, budgets):
-        seen = []
+        seen, engines = [], []
 
         def solve(model, seed):
             seen.append((model.cache_config.prefill_chunk, seed))
+            engines.append(model.engine)
             return Outcome(scores=(1.0,), n_bytes=100)
 
         task = Task(name="app", about="")
@@ -129,6 +130,7 @@ class TestRunning:
 
         assert seen == [(None, 5), (50, 5), (None, 6), (50, 6)]
         assert budgets == [100, 100]
+        assert all(engine.is_closed for engine in engines)
 
 
 class TestFailures:
