@@ -81,7 +81,7 @@ class TestResults:
 
         assert found["scores"] == {"one": 0.5, "two": 0.0}
         assert found["of_full"] == pytest.approx(0.25 / 0.75)
-        assert found["errors"] == {"Bad: luck": 1}
+        assert found["errors"] == {"Bad": {"n": 1, "example": "luck"}}
         assert found["n_runs"] == 4
 
     def test_divergences_are_means_over_tokens(self):
@@ -129,7 +129,7 @@ class TestTables:
         assert text.endswith(f"{END}\nafter\n")
         assert "old" not in text
         assert text.count("| full cache | 100 | 50 | 75.0 |") == 1
-        assert "1 of 4 runs failed and score nothing: Bad: luck" in text
+        assert "1 of 4 runs failed and score nothing, for example: Bad: luck" in text
 
     def test_a_page_without_marks_is_refused(self, document, tmp_path):
         (tmp_path / "page.md").write_text("nothing", encoding="utf-8")

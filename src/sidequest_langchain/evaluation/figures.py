@@ -4,7 +4,7 @@ The document (`"schema": "sidequest.eval/1"`) has `date`, `command`, `model`, `t
 `seed`, `threads`, `machine`, `versions`; `tasks`: name to `about`, `is_agent`, `is_forced`; and
 `results`, one for every policy and budget, the full cache first:
 
-* `policy`, `budget` (`null`: the full cache), `n_runs`, `errors` (message to how many runs);
+* `policy`, `budget` (`null`: the full cache), `n_runs`, `errors` (kind to `n`, `example`);
 * `scores`: task to its mean from 0 to 1; `mean`: of the tasks; `agent_mean`: of the agent tasks;
 * `of_full`: `mean` as a share of the full cache's;
 * `peak_bytes`, `rows`, `bytes`, `seconds`: means over runs; `peak_share`, `rows_share`,
@@ -16,7 +16,6 @@ What cannot be known is null.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -68,7 +67,7 @@ def _result(
         "policy": arm.policy,
         "budget": arm.budget,
         "n_runs": len(rows),
-        "errors": dict(Counter(row["error"] for row in rows if row["error"] is not None)),
+        "errors": _errors(row["error"] for row in rows if row["error"] is not None),
         "scores": scores,
         "mean": mean(scores.values()),
         "agent_mean": mean(of_agents),
@@ -76,6 +75,15 @@ def _result(
         "seconds": mean(row["seconds"] for row in done),
         **_divergences([row["divergence"] for row in done if row["divergence"] is not None]),
     }
+
+
+def _errors(found: Iterable[str]) -> dict[str, Row]:
+    """Kinds of failures, with how many of each and one of their messages."""
+    kinds: dict[str, Row] = {}
+    for error in found:
+        kind, _, message = error.partition(": ")
+        kinds.setdefault(kind, {"n": 0, "example": message})["n"] += 1
+    return kinds
 
 
 def _divergences(found: Sequence[Mapping[str, Any]]) -> Row:

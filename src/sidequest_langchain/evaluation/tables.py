@@ -121,10 +121,10 @@ def _cells(document: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> l
 def _failures(document: Mapping[str, Any]) -> list[str]:
     """What failed, with how often; such runs score nothing."""
     return [
-        f"{one['policy']} at {one['budget']}: {n} of {one['n_runs']} runs failed and score "
-        f"nothing: {why}"
+        f"{one['policy']} at {one['budget']}: {found['n']} of {one['n_runs']} runs failed and score "
+        f"nothing, for example: {kind}: {found['example']}"
         for one in document["results"]
-        for why, n in one["errors"].items()
+        for kind, found in one["errors"].items()
     ]
 
 
