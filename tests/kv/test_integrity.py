@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from sidequest_langchain.errors import CacheCorrupted
+from sidequest_langchain.kv.archive import Ticket
 from sidequest_langchain.kv.integrity import check_integrity
+from sidequest_langchain.kv.packed import PackedBlock
+from sidequest_langchain.kv.residency import Archived, Residency
 from tests.kv.growing import Grove
 
 
@@ -103,6 +106,65 @@ def forget_a_path(grove):
     del grove.tree.paths[0]
 
 
+def managed(grove, **facts):
+    leaf = leaf_of(grove)
+    before = leaf.n_resident
+    leaf.residency = Residency(**{"n_tokens": 2, **facts})
+    grove.tree.n_tokens += leaf.n_resident - before
+
+
+def lose_kinds(grove):
+    leaf_of(grove).kinds.pop()
+
+
+def manage_for_nothing(grove):
+    managed(grove)
+
+
+def manage_an_open_tip(grove):
+    grove.tree.paths[1].tip.residency = Residency(n_tokens=2, hidden=frozenset([0]))
+
+
+def count_other_tokens(grove):
+    managed(grove, n_tokens=3, kept=(0, 1))
+
+
+def hide_strangers(grove):
+    managed(grove, hidden=frozenset([2]))
+
+
+def archive_strangers(grove):
+    copy = Archived(ticket=Ticket("k", 0), offsets=(1, 0), rows=(0, 1), bits=None)
+    managed(grove, archived=(copy,))
+
+
+def mix_rows_up(grove):
+    grove.tree.evict(leaf_of(grove), [0])
+    managed(grove, kept=(2,))
+
+
+def repeat_a_row(grove):
+    leaf = leaf_of(grove)
+    rows = [(leaf.keys[at], leaf.values[at]) for at in (0, 1)]
+    block = PackedBlock.pack(*zip(*rows, strict=True), [0, 1], bits=8)
+    grove.tree.n_bytes += block.n_bytes
+    managed(grove, packed=(block,))
+
+
+def lose_packed_bytes(grove):
+    grove.tree.compress(leaf_of(grove), [0], 8)
+    grove.tree.n_bytes -= leaf_of(grove).packed[0].n_bytes
+
+
+def keep_strange_rows_by_head(grove):
+    managed(grove, kept_by_head=torch.tensor([[[1, 0]], [[0, 1]]]))
+
+
+def forget_a_scratch(grove):
+    grove.tree.scratch(leaf_of(grove), 2, 3)
+    grove.tree.scratches.clear()
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -121,6 +183,17 @@ def forget_a_path(grove):
         (hold_a_strange_path, "strange paths"),
         (forget_a_path, "strange paths"),
         (repeat_a_sibling, "repeats a sibling's rows"),
+        (lose_kinds, "kinds of other tokens"),
+        (manage_for_nothing, "managed for nothing"),
+        (manage_an_open_tip, "open, yet managed"),
+        (count_other_tokens, "rows of other tokens"),
+        (hide_strangers, "hides tokens"),
+        (archive_strangers, "copies of strange rows"),
+        (mix_rows_up, "rows out of order"),
+        (repeat_a_row, "a row is in two places"),
+        (lose_packed_bytes, "bytes do not add up"),
+        (keep_strange_rows_by_head, "heads keep strange rows"),
+        (forget_a_scratch, "bytes do not add up"),
     ],
 )
 def test_damage_is_found_and_named(grove, damage, says):
