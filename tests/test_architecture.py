@@ -39,7 +39,7 @@ RANK = {
 
 ABOVE_ENGINE = {"chat", "graph", "observe", "evaluation", "serve", "cli"}
 THIRD_PARTIES: dict[str, set[str]] = {
-    "torch": {"kv", "models", "engine", *ABOVE_ENGINE},
+    "torch": {"kv", "policy", "models", "engine", *ABOVE_ENGINE},
     "transformers": {"models", "engine"},
     "accelerate": {"models", "engine"},
     "gguf": {"models"},
@@ -57,6 +57,22 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "rich": {"models", "observe", "evaluation", "cli"},
 }
 """Which rooms may import what; a name that is not here may be imported nowhere."""
+
+HANDS_ON = {
+    "cycle",
+    "deciding",
+    "executor",
+    "gathering",
+    "guard",
+    "looks",
+    "manager",
+    "monitor",
+    "notes",
+    "probabilities",
+    "receipting",
+    "returning",
+}
+"""Modules of the policy room that touch tensors or the tree; the others see facts."""
 
 MAX_LINES = 300
 UNSAFE = {"pickle", "cPickle", "dill", "marshal", "shelve", "joblib"}
@@ -127,7 +143,22 @@ def too_long(sources: Sources) -> list[str]:
     ]
 
 
-RULES = {rule.__name__: rule for rule in (upward, cycles, strangers, prints, unsafe, too_long)}
+def tensors_in_decisions(sources: Sources) -> list[str]:
+    """Tensors, or the tree, where only facts may be seen: whatever decides."""
+    found = []
+    for module, targets in imports(sources).items():
+        room, _, name = module.removeprefix(f"{PACKAGE.name}.").partition(".")
+        if room == "policy" and name not in HANDS_ON:
+            found += [
+                f"{module} imports {target}"
+                for target in sorted(targets)
+                if target == "torch" or room_of(target) == "kv"
+            ]
+    return found
+
+
+ALL_RULES = (upward, cycles, strangers, tensors_in_decisions, prints, unsafe, too_long)
+RULES = {rule.__name__: rule for rule in ALL_RULES}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -179,7 +210,11 @@ REFUSED = {
         {"kv.tree": "if TYPE_CHECKING:\n    import transformers.modeling_utils as m"},
     ),
     "torch on floor 0": (strangers, {"errors": "import torch"}),
-    "torch in a policy": (strangers, {"policy.lru": "from torch import Tensor"}),
+    "torch in a policy": (tensors_in_decisions, {"policy.lru": "from torch import Tensor"}),
+    "the tree in a policy": (
+        tensors_in_decisions,
+        {"policy.lru": "from sidequest_langchain.kv.tree import SegmentTree"},
+    ),
     "langgraph in chat": (strangers, {"chat.step": "def f():\n    import langgraph.config"}),
     "langchain in the engine": (strangers, {"engine.core": "from langchain_core import load"}),
     "something new": (strangers, {"cli": "import pandas"}),

@@ -116,6 +116,7 @@ class Gatherer:
             reason=reason,
             tips=tuple(tuple(s.segment_id for s in lineage) for lineage in lineages if lineage),
             stage=stage(n_seen),
+            value_bits=self._tree.layout[0].dtype.itemsize * 8,
         )
 
     def _facts(

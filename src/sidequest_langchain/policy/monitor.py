@@ -12,7 +12,6 @@ log-sum-exp that yields the mass of a segment).
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from sidequest_langchain.kv.parts import LOAD_ROWS, RowsByHead, StoredRows
 from sidequest_langchain.kv.segment import Segment
+from sidequest_langchain.policy.looks import Look, grown
 from sidequest_langchain.policy.notes import HeadScores, Notebook, Notes
 from sidequest_langchain.policy.probabilities import (
     grouped_queries,
@@ -38,21 +38,6 @@ WINDOW = 32
 
 MOST_UNREAD = 64
 """Steps whose masses may wait to be read from the device."""
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What the sampled layers of one step gave one segment."""
-
-    total: Tensor
-    """Sum of probabilities, mean over heads, over queries and layers, `[n]`."""
-    last: Tensor
-    """Those of the last query, `[n]`, summed over layers."""
-    n_queries: Tensor
-    """Queries that could see each token, `[n]`, summed over layers."""
-    is_prefill: bool = False
-    heads: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, mean over the query heads of each KV head, `[H, n]`, summed over queries."""
 
 
 class Monitor:
@@ -88,7 +73,7 @@ class Monitor:
         self.is_looking = False
         """Whether single tokens are looked at in this step."""
         self.n_steps = 0
-        self._seen: dict[Segment, _Seen] = {}
+        self._seen: dict[Segment, Look] = {}
         self._masses: list[tuple[list[Segment], Tensor]] = []
         self._past_masses: list[list[tuple[list[Segment], Tensor]]] = []
         """By step; read, with a wait for the device, when tokens are looked at."""
@@ -284,21 +269,8 @@ class Monitor:
                 seen.heads[layer] = p.new_zeros(p.shape[0], len(seen.total))
             seen.heads[layer].scatter_add_(1, places, summed)
 
-    def _seen_of(self, segment: Segment, n: int, device: torch.device) -> _Seen:
+    def _seen_of(self, segment: Segment, n: int, device: torch.device) -> Look:
         seen = self._seen.get(segment)
         if seen is None or len(seen.total) < n:
-            seen = self._seen[segment] = _grown(seen, n, device)
+            seen = self._seen[segment] = grown(seen, n, device)
         return seen
-
-
-def _grown(old: _Seen | None, n: int, device: torch.device) -> _Seen:
-    total, last, n_queries = (torch.zeros(n, device=device) for _ in range(3))
-    new = _Seen(total, last, n_queries)
-    if old is not None:
-        for name in ("total", "last", "n_queries"):
-            before: Tensor = getattr(old, name)
-            getattr(new, name)[: len(before)] = before
-        for layer, heads in old.heads.items():
-            new.heads[layer] = heads.new_zeros(heads.shape[0], n)
-            new.heads[layer][:, : heads.shape[1]] = heads
-    return new
