@@ -226,6 +226,20 @@ def test_sealing_a_short_tip_gives_its_room_back(grove):
     assert grove.tree.n_bytes == 0
 
 
+def test_a_pinned_path_that_is_discarded_gives_its_room_back(grove):
+    path = grove.begin("a" * 300)
+    grove.feed(path, "a" * 300)
+    grove.feed(path, "b")
+    sealed = grove.tree.seal(path)
+    assert sealed.capacity > sealed.n_rows
+    pinned = grove.tree.pin(path)
+    grove.tree.discard(path)
+    assert grove.tree.n_bytes == bytes_of(301)
+    check_integrity(grove.tree)
+    grove.tree.unpin(pinned)
+    assert grove.tree.n_bytes == 0
+
+
 def test_sealed_rows_are_shared_with_a_closed_sibling(grove):
     first, second = grove.run("abcd"), grove.begin("q")
     grove.feed(second, "abcdx")

@@ -172,6 +172,22 @@ def test_some_rows_come_back_and_the_rest_can_later(grove, archive):
     assert segment.residency is None
 
 
+def test_some_packed_rows_come_back_and_the_rest_can_later(grove, archive):
+    segment = grove.run(LETTERS).tip
+    grove.tree.compress(segment, range(20, 90), 4)
+    before = by_offset(snapshot(segment)[2])
+    grove.tree.archive_rows(segment, range(20, 90))
+    grove.tree.evict(segment, range(20, 90))
+    for some in ([25, 40, 88], [21], None):
+        grove.tree.restore(segment, some)
+        check_integrity(grove.tree)
+        assert reachable_bytes(list(grove.tree.segments())) == grove.tree.n_bytes
+    now = by_offset(snapshot(segment)[2])
+    assert now.keys() == before.keys()
+    assert all(torch.equal(now[at], before[at]) for at in now)
+    assert archive.n_entries == 0
+
+
 def test_copies_follow_a_cut_and_are_dropped_once_by_each_part(grove, archive):
     path = grove.run("abcdefgh", "x")
     grove.tree.archive_rows(path.tip, [1, 2, 5, 6])
