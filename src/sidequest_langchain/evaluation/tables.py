@@ -121,8 +121,8 @@ def _cells(document: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> l
 def _failures(document: Mapping[str, Any]) -> list[str]:
     """What failed, with how often; such runs score nothing."""
     return [
-        f"{one['policy']} at {one['budget']}: {found['n']} of {one['n_runs']} runs failed and score "
-        f"nothing, for example: {kind}: {found['example']}"
+        f"{one['policy']} at {one['budget']}: {found['n']} of {one['n_runs']} runs failed and "
+        f"score nothing, for example: {kind}: {found['example']}"
         for one in document["results"]
         for kind, found in one["errors"].items()
     ]

@@ -92,28 +92,22 @@ def common(chance: random.Random, n_tokens: int, count: Count) -> Sample:
 
     lines = filled(rows(), n_tokens, count)
     question = (
-        "In the word list that you have read, which three words are in every line? Answer with the "
-        "three words only."
+        "Three words stand in every line of notes.txt. Which ones? Copy those three words from "
+        "the file, and nothing else."
     )
-    read = _read(lines, question, ", ".join(often), lists(often, THINGS), max_tokens=24)
-    seen = [word for word in once if any(word in line.split(", ") for line in lines)]
-    asks = [read]
-    for word in chance.sample(often, 2):
-        options = [word, *chance.sample(seen, min(2, len(seen)))]
-        chance.shuffle(options)
-        choice = f"Which of these words is in every line of the list: {', '.join(options)}?"
-        rivals = [option for option in options if option != word]
-        asks.append(_ask(f"{choice} Answer with that word only.", word, names(word, rivals)))
-    return Sample(asks=tuple(asks))
+    expected, score = ", ".join(often), lists(often, THINGS)
+    rest = Ask(messages=(HumanMessage("Say hello to me, in one word."),), max_tokens=8)
+    read = _read(lines, question, expected, score, max_tokens=24)
+    return Sample(asks=(read, rest, _ask(question, expected, score, max_tokens=24)))
 
 
 def frequent(chance: random.Random, n_tokens: int, count: Count) -> Sample:
-    """Votes: one colour has about two thirds of them."""
+    """Votes: one colour has about three quarters of them."""
     winner, *others = chance.sample(COLOURS, 4)
 
     def votes() -> Iterator[str]:
         while True:
-            choice = winner if chance.random() < 0.65 else chance.choice(others)
+            choice = winner if chance.random() < 0.75 else chance.choice(others)
             yield f"{chance.choice(PEOPLE)} of {chance.choice(TOWNS)} votes for {choice}."
 
     lines = filled(votes(), n_tokens, count)
@@ -147,6 +141,7 @@ def _reading(text: str) -> tuple[BaseMessage, ...]:
         HumanMessage("Read the file notes.txt. Then I ask you about it."),
         AIMessage("", tool_calls=[call]),
         ToolMessage(text, tool_call_id=call["id"]),
+        AIMessage("I have read the file. What is your question?"),
     )
 
 
