@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import sidequest_langchain
+from sidequest_langchain import policy
 
 DESIGNED = {
     "SideQuestChatModel",
@@ -26,6 +27,24 @@ DESIGNED = {
     "abacktrack",
     "current_step",
     "CacheConfig",
+    "Protection",
+    "Schedule",
+    "Tiers",
+    "Guard",
+}
+FOR_POLICIES = {
+    "Draft",
+    "register_policy",
+    "policy_names",
+    "CacheFacts",
+    "SegmentFacts",
+    "TokenKind",
+    "Need",
+    "Evict",
+    "EvictByHead",
+    "Compress",
+    "Archive",
+    "Release",
 }
 HEAVY = ("torch", "transformers", "langchain_core", "langgraph", "rich")
 
@@ -55,6 +74,13 @@ def test_type_checkers_see_the_same_names() -> None:
         for alias in line.names
     }
     assert for_types | {"__version__"} == set(sidequest_langchain.__all__)
+
+
+def test_what_policies_are_written_with_is_in_one_place_and_needs_no_torch() -> None:
+    assert set(policy.__all__) >= FOR_POLICIES
+    assert policy.__all__ == sorted(policy.__all__)
+    assert all(getattr(policy, name) is not None for name in policy.__all__)
+    assert loaded_after("from sidequest_langchain.policy import Draft, register_policy") == set()
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

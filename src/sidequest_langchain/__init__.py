@@ -13,7 +13,7 @@ from sidequest_langchain._version import __version__
 
 if TYPE_CHECKING:
     from sidequest_langchain.chat.model import SideQuestChatModel
-    from sidequest_langchain.config import CacheConfig
+    from sidequest_langchain.config import CacheConfig, Guard, Protection, Schedule, Tiers
     from sidequest_langchain.graph import (
         SideQuestCallbackHandler,
         abacktrack,
@@ -30,8 +30,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CacheConfig": "config",
+    "Guard": "config",
+    "Protection": "config",
+    "Schedule": "config",
     "SideQuestCallbackHandler": "graph",
     "SideQuestChatModel": "chat.model",
+    "Tiers": "config",
     "abacktrack": "graph",
     "akeep_only": "graph",
     "aprune": "graph",
@@ -46,8 +50,12 @@ _HOMES = {
 
 __all__ = [
     "CacheConfig",
+    "Guard",
+    "Protection",
+    "Schedule",
     "SideQuestCallbackHandler",
     "SideQuestChatModel",
+    "Tiers",
     "__version__",
     "abacktrack",
     "akeep_only",

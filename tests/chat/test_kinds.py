@@ -466,7 +466,7 @@ def test_a_request_carries_kinds_only_where_somebody_asks(make_chat, monkeypatch
     chat = make_chat(template=templates.TOOLS)
     plain = chat._prepare(TALK, None, None, {}).requests[0]
     assert (plain.kinds, plain.spans, plain.exact) == (b"", (), False)
-    monkeypatch.setattr("sidequest_langchain.chat.serving._is_managed", lambda _: True)
+    monkeypatch.setattr("sidequest_langchain.chat.serving.is_managed", lambda _: True)
     managed = chat._prepare(TALK, None, None, {}).requests[0]
     assert managed.prompt_ids == plain.prompt_ids
     assert len(managed.kinds) == len(managed.prompt_ids)

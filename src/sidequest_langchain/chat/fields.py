@@ -20,6 +20,7 @@ from sidequest_langchain.chat.settings import as_stops, near_match, settings_for
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.errors import ConfigError, RequestError
 from sidequest_langchain.models.catalogue import DEFAULT_MODEL
+from sidequest_langchain.policy.manager import is_managed
 
 
 class ModelFields(Entries):
@@ -70,6 +71,9 @@ class ModelFields(Entries):
     control_tokens: Literal["text", "parse"] = "text"
     """Control tokens that a message spells out (`<|im_end|>`) are plain text to the model, or
     become structure (`"parse"`)."""
+    exact: bool = False
+    """Whether a managed cache leaves what its calls read as it is: nothing of it is evicted or
+    packed, and nothing is reused that was. A single call can say so, too."""
     engines: EngineCell = Field(default_factory=EngineCell, exclude=True, repr=False)
     """Shared by copies of this model."""
 
@@ -87,7 +91,8 @@ class ModelFields(Entries):
     @property
     def _sampling_fields(self) -> dict[str, Any]:
         names = ("model", "temperature", "top_p", "top_k", "seed", "max_tokens", "n", "stop")
-        return {name: getattr(self, name) for name in (*names, "logprobs", "top_logprobs")}
+        others = ("logprobs", "top_logprobs", "exact")
+        return {name: getattr(self, name) for name in (*names, *others)}
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -102,6 +107,7 @@ class ModelFields(Entries):
             "model_stop": list(as_stops(self.stop)),
             "chat_template": template if template is None else json.dumps(template, sort_keys=True),
             "weights": self.engines.identity,
+            "managed_cache": str(self.cache_config) if is_managed(self.cache_config) else None,
         }
 
     def _resolve_model_profile(self) -> ModelProfile:

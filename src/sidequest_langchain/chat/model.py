@@ -143,7 +143,8 @@ class SideQuestChatModel(ServedModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._prepare(messages, stop, run_manager, kwargs)
-        return chat_result(call.requests, run_all(call.engine, call.requests), self.model)
+        results = run_all(call.engine, call.requests)
+        return chat_result(call.requests, results, self.model, call.managed)
 
     async def _agenerate(
         self,
@@ -153,7 +154,8 @@ class SideQuestChatModel(ServedModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = await self._aprepare(messages, stop, run_manager, kwargs)
-        return chat_result(call.requests, await arun_all(call.engine, call.requests), self.model)
+        results = await arun_all(call.engine, call.requests)
+        return chat_result(call.requests, results, self.model, call.managed)
 
     def _stream(
         self,
@@ -166,7 +168,7 @@ class SideQuestChatModel(ServedModel):
         request = _only(call.requests)
         with closing(call.engine.stream(request)) as events:
             for event in events:
-                for chunk in chunks_of(event, request, self.model):
+                for chunk in chunks_of(event, request, self.model, call.managed):
                     if run_manager is not None:
                         run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
@@ -182,7 +184,7 @@ class SideQuestChatModel(ServedModel):
         request = _only(call.requests)
         async with aclosing(call.engine.astream(request)) as events:
             async for event in events:
-                for chunk in chunks_of(event, request, self.model):
+                for chunk in chunks_of(event, request, self.model, call.managed):
                     if run_manager is not None:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk

@@ -6,13 +6,14 @@ text, and one empty chunk at the end that carries everything else, once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
+from sidequest_langchain.chat.managed import ManagedActs
 from sidequest_langchain.engine.request import (
     Finished,
     GenerationRequest,
@@ -25,16 +26,20 @@ PROVIDER = "sidequest"
 
 
 def chat_result(
-    requests: Sequence[GenerationRequest], results: Sequence[GenerationResult], model_name: str
+    requests: Sequence[GenerationRequest],
+    results: Sequence[GenerationResult],
+    model_name: str,
+    managed: ManagedActs,
 ) -> ChatResult:
-    """All samples of one call."""
+    """All samples of one call, which has ended."""
+    acts = managed.counts()
     generations = [
         ChatGeneration(
             message=AIMessage(
                 content=result.text,
                 id=request.label.call_id,
                 usage_metadata=_usage(result),
-                response_metadata=_metadata(request, result, model_name)
+                response_metadata=_metadata(request, result, model_name, acts)
                 | _logprobs(request, result.logprobs),
             ),
             generation_info={"finish_reason": result.finish_reason},
@@ -49,7 +54,10 @@ def chat_result(
 
 
 def chunks_of(
-    event: TextDelta | Finished, request: GenerationRequest, model_name: str
+    event: TextDelta | Finished,
+    request: GenerationRequest,
+    model_name: str,
+    managed: ManagedActs,
 ) -> Iterator[ChatGenerationChunk]:
     """The chunks that one event of the engine makes."""
     call_id = request.label.call_id
@@ -68,7 +76,8 @@ def chunks_of(
             content="",
             id=call_id,
             usage_metadata=_usage(result),
-            response_metadata=_metadata(request, result, model_name) | _logprobs(request, ()),
+            response_metadata=_metadata(request, result, model_name, managed.counts())
+            | _logprobs(request, ()),
             chunk_position="last",
         ),
         generation_info={"finish_reason": result.finish_reason},
@@ -98,7 +107,10 @@ def _token_usage(n_in: int, n_out: int) -> dict[str, int]:
 
 
 def _metadata(
-    request: GenerationRequest, result: GenerationResult, model_name: str
+    request: GenerationRequest,
+    result: GenerationResult,
+    model_name: str,
+    acts: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     return {
         "model_name": model_name,
@@ -114,6 +126,7 @@ def _metadata(
             "queue_s": result.queue_s,
             "first_token_s": result.first_token_s,
             "total_s": result.total_s,
+            **({} if acts is None else {"managed": dict(acts)}),
         },
     }
 

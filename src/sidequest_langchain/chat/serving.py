@@ -18,14 +18,15 @@ from langchain_core.messages import BaseMessage
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from sidequest_langchain.chat.fields import ModelFields
+from sidequest_langchain.chat.managed import ManagedActs
 from sidequest_langchain.chat.prompt import PromptAssembler
 from sidequest_langchain.chat.settings import settings_for
 from sidequest_langchain.chat.step import HasMetadata, current_label, scope_of
-from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.registry import engine_for
 from sidequest_langchain.engine.request import GenerationRequest
 from sidequest_langchain.engine.segments import KVSegments
+from sidequest_langchain.policy.manager import is_managed
 
 _QUICK_CHARS, _QUICK_MESSAGES = 12_000, 60
 """Prompts up to this size are made on the event loop: that takes a few milliseconds."""
@@ -39,6 +40,8 @@ class Call:
 
     engine: Engine
     requests: tuple[GenerationRequest, ...]
+    managed: ManagedActs
+    """What the managed cache does from now on."""
 
 
 class ServedModel(ModelFields):
@@ -116,8 +119,8 @@ class ServedModel(ModelFields):
         prompt = self._assembler.assemble(
             messages,
             settings.tools,
-            with_kinds=_is_managed(config),
-            marked=getattr(config, "protect_text", ()),
+            with_kinds=is_managed(config),
+            marked=config.protection.protect_text,
         )
         scope = scope_of(config.isolation, run_manager)
         requests = [
@@ -130,10 +133,12 @@ class ServedModel(ModelFields):
                 superseded=prompt.superseded,
                 kinds=prompt.kinds,
                 spans=prompt.tool_results,
+                exact=settings.exact,
             )
             for sample in range(settings.n)
         ]
-        return Call(engine=self.engine, requests=tuple(requests))
+        engine = self.engine
+        return Call(engine=engine, requests=tuple(requests), managed=ManagedActs(engine.kv))
 
     async def _aprepare(
         self,
@@ -152,11 +157,6 @@ class ServedModel(ModelFields):
     @property
     def _is_loaded(self) -> bool:
         return self.engines.given is not None or self.engines.has(self._engine_key)
-
-
-def _is_managed(config: CacheConfig) -> bool:
-    """Whether anybody will ask what a token is."""
-    return getattr(config, "policy", None) is not None or bool(getattr(config, "observe", False))
 
 
 def _n_chars(messages: Sequence[BaseMessage]) -> int:

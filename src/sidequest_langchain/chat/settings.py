@@ -22,6 +22,7 @@ _KINDS: dict[str, tuple[type, str, bool]] = {
     "temperature": (Real, "a number", False),
     "top_p": (Real, "a number", False),
     "n": (Integral, "a whole number", False),
+    "exact": (bool, "True or False", False),
     "logprobs": (bool, "True or False", False),
     "max_tokens": (Integral, "a whole number", True),
     "top_k": (Integral, "a whole number", True),
@@ -53,6 +54,7 @@ class CallSettings:
     sampling: SamplingParams
     """Of the first sample."""
     n: int
+    exact: bool
     tools: tuple[dict[str, Any], ...]
     constraint: Constraint | Callable[[], Constraint] | None
 
@@ -102,6 +104,7 @@ def settings_for(
     return CallSettings(
         sampling=_sampling(values, [*as_stops(defaults["stop"]), *as_stops(stop)]),
         n=values["n"],
+        exact=values["exact"],
         tools=tuple(convert_to_openai_tool(tool) for tool in given.get("tools") or ()),
         constraint=constraint,
     )

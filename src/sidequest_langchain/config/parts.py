@@ -40,7 +40,10 @@ class Protection(Settings):
     delimiters: bool = True
     """Control tokens of the chat template."""
     marked: bool = True
-    """Text that was asked to be kept."""
+    """The texts of `protect_text`."""
+    protect_text: tuple[str, ...] = ()
+    """Texts whose every occurrence in a prompt is kept, as it is written there. What the model
+    writes itself is not searched."""
     newest_tool_call: bool = True
     ends: float = 0.1
     """Share of the budget at each end of the prompt of the running paths together."""
@@ -58,6 +61,18 @@ class Protection(Settings):
             if isinstance(field.default, bool):
                 check_flag(field.name, getattr(self, field.name))
         object.__setattr__(self, "weights", _pairs(self.weights))
+        object.__setattr__(self, "protect_text", _texts(self.protect_text))
+        if self.protect_text and not self.marked:
+            msg = "protect_text is given, but marked=False protects none of it: leave marked out"
+            raise ConfigError(msg)
+
+
+def _texts(given: Any) -> tuple[str, ...]:
+    # One string alone would be taken for as many texts as it has letters.
+    if not isinstance(given, (tuple, list)) or not all(isinstance(t, str) and t for t in given):
+        msg = f"protect_text must be texts that are not empty, as ('Never fly.',), found {given!r}"
+        raise ConfigError(msg)
+    return tuple(dict.fromkeys(given))
 
 
 def _pairs(weights: Any) -> tuple[tuple[int | str, float], ...]:
