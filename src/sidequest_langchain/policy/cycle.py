@@ -68,11 +68,25 @@ class Cycles:
             bytes_per_row=self._tree.bytes_per_token,
         )
 
+    def n_bytes(self, n_coming: int = 0) -> int:
+        """Bytes that count: what observe mode imagines gone, and hidden rows, do not.
+
+        Args:
+            n_coming: Bytes that are about to be added.
+        """
+        n_bytes = self._tree.n_bytes + n_coming - sum(self._imagined.values())
+        if self._config.mask_only:
+            n_hidden = sum(len(s.hidden) for s in self._tree.segments())
+            n_bytes -= n_hidden * self._tree.bytes_per_token
+        return n_bytes
+
     def is_due(self, n_coming: int = 0) -> bool:
         """Whether a cycle would have something to give back."""
-        n_bytes = self._tree.n_bytes + n_coming - sum(self._imagined.values())
-        config = self._config
-        return to_free(n_bytes, self.limit(), trigger=config.trigger, target=config.target) > 0
+        return self._wanted(n_coming) > 0
+
+    def is_kept(self, n_coming: int = 0) -> bool:
+        """Whether the budget holds."""
+        return self.budget_bytes is None or self.n_bytes(n_coming) <= self.budget_bytes
 
     def run(self, reason: Reason, n_coming: int = 0) -> list[ActReceipt]:
         """Give bytes back, if there are too many.
@@ -88,23 +102,29 @@ class Cycles:
             BudgetExceeded: The budget cannot be kept; nothing was done.
         """
         found: list[ActReceipt] = []
-        for _ in range(MOST_ROUNDS):
-            receipts = self._once(reason, n_coming)
-            found += receipts
-            budget = self.budget_bytes
-            is_kept = budget is None or self._tree.n_bytes + n_coming <= budget
-            if is_kept or self._config.observe or not any(r.outcome == "done" for r in receipts):
-                break
-        self._log.add(found)
+        try:
+            for _ in range(MOST_ROUNDS):
+                receipts = self._once(reason, n_coming)
+                found += receipts
+                is_over = self._config.observe or self.is_kept(n_coming)
+                if is_over or not any(r.outcome == "done" for r in receipts):
+                    break
+        finally:  # a later round may find that the budget cannot be kept
+            self._log.add(found)
         return found
 
+    def _wanted(self, n_coming: int) -> int:
+        config = self._config
+        return to_free(
+            self.n_bytes(n_coming), self.limit(), trigger=config.trigger, target=config.target
+        )
+
     def _once(self, reason: Reason, n_coming: int) -> list[ActReceipt]:
-        config, tree = self._config, self._tree
-        n_bytes = tree.n_bytes + n_coming - sum(self._imagined.values())
-        wanted = to_free(n_bytes, self.limit(), trigger=config.trigger, target=config.target)
+        config = self._config
+        wanted = self._wanted(n_coming)
         must = 0
         if self.budget_bytes is not None and not config.observe:
-            must = max(0, tree.n_bytes + n_coming - self.budget_bytes)
+            must = max(0, self.n_bytes(n_coming) - self.budget_bytes)
         if not wanted and not must:
             return []
         if not must and self._monitor.n_steps < self._quiet_until:

@@ -215,15 +215,11 @@ class Manager:
         try:
             if self._cycles.is_due(n_bytes):
                 self._refresh_fingerprint()
-                if self._is_tight(n_bytes):
+                if not self._cycles.is_kept(n_bytes):
                     self._seal_all()
                 self._cycles.run(reason, n_bytes)
         finally:
             self.seconds += time.perf_counter() - begun
-
-    def _is_tight(self, n_bytes: int) -> bool:
-        budget = self._cycles.budget_bytes
-        return budget is not None and self._tree.n_bytes + n_bytes > budget
 
     def _seal_all(self) -> None:
         """Let go of open tips' older rows too, before the budget is said to be too small."""
@@ -234,7 +230,7 @@ class Manager:
     def _tick(self) -> None:
         has_acted = self._try("interval")
         if self._is_adaptive:
-            n_bytes, limit = self._tree.n_bytes, self._cycles.limit()
+            n_bytes, limit = self._cycles.n_bytes(), self._cycles.limit()
             headroom = float("inf") if limit is None else self._config.trigger * limit - n_bytes
             growth = (n_bytes - self._bytes_then) / max(1, self._n_since)
             self._bytes_then = n_bytes
