@@ -64,6 +64,7 @@ HANDS_ON = {
     "executor",
     "gathering",
     "guard",
+    "limits",
     "looks",
     "manager",
     "monitor",

@@ -51,16 +51,15 @@ def test_stages_by_length():
     assert stage_of(1000, None) == "middle"
 
 
-def test_the_smallest_budget_holds():
+def test_the_smallest_budget_in_bytes_holds():
     def budget(**given):
-        return budget_in_bytes(CacheConfig(**given), bytes_per_row=10, device_bytes=1000)
+        return budget_in_bytes(CacheConfig(**given), device_bytes=1000)
 
     assert budget() is None
-    assert budget(budget_tokens=7) == 70
-    assert budget(budget_tokens=7, budget_bytes=60) == 60
-    assert budget(budget_tokens=7, budget_share=0.05) == 50
-    unknown = CacheConfig(budget_share=0.05)
-    assert budget_in_bytes(unknown, bytes_per_row=10) is None
+    assert budget(budget_tokens=7) is None  # that one is in rows
+    assert budget(budget_bytes=60) == 60
+    assert budget(budget_bytes=60, budget_share=0.05) == 50
+    assert budget_in_bytes(CacheConfig(budget_share=0.05)) is None
 
 
 def test_the_schedule_tightens_the_budget():

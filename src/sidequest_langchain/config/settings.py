@@ -51,14 +51,14 @@ class CacheConfig(Settings):
     """
 
     budget_tokens: int | None = None
-    """Rows that may stay resident; `None` is no limit in tokens. With a policy it counts as the
-    bytes of so many rows at full precision, so that packed rows leave room for more."""
+    """Rows that may stay resident, at whatever precision; `None` is no limit in tokens. It bounds
+    what a token costs: packing rows does not help to keep it, which a budget in bytes does."""
     budget_bytes: int | None = None
     """Bytes that may stay resident, counted at the storage; `None` is no limit in bytes.
     Above a budget the least recently used segments are released, never one that a running
     generation reads: without a policy, the running requests themselves may exceed it."""
     budget_share: float | None = None
-    """Share of the device's memory. Of several budgets the smallest holds."""
+    """Share of the device's memory. Of several budgets each holds."""
     retain: Retain | None = None
     """`"run"` releases a graph run's segments when it ends (unless it was interrupted),
     `"thread"` keeps them until they are released; `None` is `"thread"` where the run has a

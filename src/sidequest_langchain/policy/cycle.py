@@ -12,12 +12,13 @@ from sidequest_langchain.policy.acts import Act, Archive, Compress
 from sidequest_langchain.policy.deciding import Decision, DecisionEngine, mass_of
 from sidequest_langchain.policy.executor import Executor
 from sidequest_langchain.policy.facts import CacheFacts, Reason, Tier
-from sidequest_langchain.policy.gathering import Gatherer, running_tips
+from sidequest_langchain.policy.gathering import Gatherer
 from sidequest_langchain.policy.guard import Canary
+from sidequest_langchain.policy.limits import Limit, Limits
 from sidequest_langchain.policy.monitor import Monitor
 from sidequest_langchain.policy.receipting import Decode, ReceiptWriter, completed
 from sidequest_langchain.policy.receipts import ActReceipt, ReceiptLog
-from sidequest_langchain.policy.schedule import limit_in_bytes, stage_of, to_free
+from sidequest_langchain.policy.schedule import stage_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,53 +41,22 @@ class Cycles:
         canary: Canary,
         log: ReceiptLog,
         decode: Decode,
-        budget_bytes: int | None,
+        limits: Limits,
     ) -> None:
         self._tree, self._config = tree, config
         self._monitor, self._gatherer = monitor, gatherer
         self._decisions, self._executor, self._canary = decisions, executor, canary
         self._log = log
         self._writer = ReceiptWriter(decisions.policy.name, decode, mask_only=config.mask_only)
-        self.budget_bytes = budget_bytes
+        self.limits = limits
         self._quiet_until = 0
         """Step up to which cycles that need not be do not act: the guard said no."""
         self._has_warned = False
-        self._imagined: dict[int, int] = {}
-        """Bytes that observe mode would have freed, by segment id."""
-
-    def limit(self) -> int | None:
-        """Bytes that may stay now: the budget, or less by the schedule."""
-        schedule = self._config.schedule
-        if schedule is None:
-            return self.budget_bytes
-        tips = running_tips(self._tree)
-        return limit_in_bytes(
-            self.budget_bytes,
-            schedule,
-            n_seen=max((tip.end for tip in tips), default=0),
-            n_tokens=sum(s.n_tokens for s in self._tree.segments()),
-            bytes_per_row=self._tree.bytes_per_token,
-        )
-
-    def n_bytes(self, n_coming: int = 0) -> int:
-        """Bytes that count: what observe mode imagines gone, and hidden rows, do not.
-
-        Args:
-            n_coming: Bytes that are about to be added.
-        """
-        n_bytes = self._tree.n_bytes + n_coming - sum(self._imagined.values())
-        if self._config.mask_only:
-            n_hidden = sum(len(s.hidden) for s in self._tree.segments())
-            n_bytes -= n_hidden * self._tree.bytes_per_token
-        return n_bytes
 
     def is_due(self, n_coming: int = 0) -> bool:
         """Whether a cycle would have something to give back."""
-        return self._wanted(n_coming) > 0
-
-    def is_kept(self, n_coming: int = 0) -> bool:
-        """Whether the budget holds."""
-        return self.budget_bytes is None or self.n_bytes(n_coming) <= self.budget_bytes
+        limits = self.limits
+        return any(limits.wanted(limit, n_coming) for limit in limits.limits())
 
     def run(self, reason: Reason, n_coming: int = 0) -> list[ActReceipt]:
         """Give bytes back, if there are too many.
@@ -103,34 +73,26 @@ class Cycles:
         """
         found: list[ActReceipt] = []
         try:
-            for _ in range(MOST_ROUNDS):
-                receipts = self._once(reason, n_coming)
-                found += receipts
-                is_over = self._config.observe or self.is_kept(n_coming)
-                if is_over or not any(r.outcome == "done" for r in receipts):
-                    break
+            for limit in self.limits.limits():
+                for _ in range(MOST_ROUNDS):
+                    receipts = self._once(reason, limit, n_coming)
+                    found += receipts
+                    is_done = any(r.outcome == "done" for r in receipts)
+                    if not is_done or not self.limits.excess(limit):
+                        break
         finally:  # a later round may find that the budget cannot be kept
             self._log.add(found)
         return found
 
-    def _wanted(self, n_coming: int) -> int:
+    def _once(self, reason: Reason, limit: Limit, n_coming: int) -> list[ActReceipt]:
         config = self._config
-        return to_free(
-            self.n_bytes(n_coming), self.limit(), trigger=config.trigger, target=config.target
-        )
-
-    def _once(self, reason: Reason, n_coming: int) -> list[ActReceipt]:
-        config = self._config
-        wanted = self._wanted(n_coming)
-        must = 0
-        if self.budget_bytes is not None and not config.observe:
-            must = max(0, self.n_bytes(n_coming) - self.budget_bytes)
+        wanted, must = self.limits.wanted(limit, n_coming), self.limits.excess(limit)
         if not wanted and not must:
             return []
         if not must and self._monitor.n_steps < self._quiet_until:
             return []
         segments = self._gatherer.segments()
-        decision = self._decide(reason, segments, max(wanted, must), must)
+        decision = self._decide(reason, limit, segments, max(wanted, must), must)
         receipts = [
             self._writer.write(
                 decision.facts,
@@ -147,7 +109,7 @@ class Cycles:
             return [*receipts, *self._imagine(decision, segments)]
         kl, objection = self._ask_guard(decision, segments)
         if objection and must < wanted:  # no more than the budget needs
-            decision = self._decide(reason, segments, must, must) if must else decision
+            decision = self._decide(reason, limit, segments, must, must) if must else decision
             kl, objection = self._ask_guard(decision, segments) if must else (kl, objection)
         if objection and not must:
             self._quiet_until = self._monitor.n_steps + 64
@@ -171,12 +133,13 @@ class Cycles:
         return receipts
 
     def _decide(
-        self, reason: Reason, segments: dict[int, Segment], wanted: int, must: int
+        self, reason: Reason, limit: Limit, segments: dict[int, Segment], wanted: int, must: int
     ) -> Decision:
         schedule = self._config.schedule
         facts = self._gatherer.gather(
             segments,
-            budget_bytes=self.budget_bytes,
+            budget_bytes=limit.soft,
+            unit=limit.unit,
             to_free=wanted,
             reason=reason,
             stage=lambda n_seen: stage_of(n_seen, schedule),
@@ -244,9 +207,6 @@ class Cycles:
         receipts = []
         for act in decision.acts:
             receipt = self._writer.write(decision.facts, act, segments[act.segment_id], "observed")
-            before = self._imagined.get(act.segment_id, 0)
-            self._imagined[act.segment_id] = before + receipt.freed_bytes
+            self.limits.imagine(decision.facts.unit, act.segment_id, receipt.freed_bytes)
             receipts.append(receipt)
-        alive = {s.segment_id for s in self._tree.segments()}
-        self._imagined = {at: n for at, n in self._imagined.items() if at in alive}
         return receipts

@@ -23,6 +23,7 @@ Ids = npt.NDArray[np.int64]
 
 Reason = Literal["interval", "budget", "node_end", "branch_switch", "prefill", "asked"]
 Stage = Literal["early", "middle", "late"]
+Unit = Literal["bytes", "rows"]
 
 PACKED_BITS = {4: 5.0, 8: 9.0}
 """Bits a value takes once packed, scales and zeros included. On the safe side: groups of 64 rows
@@ -182,6 +183,9 @@ class CacheFacts:
     """For each running path, its segments' ids from root to tip."""
     stage: Stage = "middle"
     """Of the schedule; see `schedule.stage_of`."""
+    unit: Unit = "bytes"
+    """What is counted. `"rows"`: a row counts as the bytes of full precision whatever it takes, so
+    that packing it frees nothing."""
     value_bits: int | None = None
     """Bits of a value at full precision; where not given, those of the rows that are, or 16."""
 
@@ -222,7 +226,8 @@ class CacheFacts:
         table = np.zeros(256)
         table[9:] = self.bytes_per_row
         for bits, taken in PACKED_BITS.items():
-            table[bits] = self.bytes_per_row * min(1.0, taken / self.full_bits)
+            share = 1.0 if self.unit == "rows" else min(1.0, taken / self.full_bits)
+            table[bits] = self.bytes_per_row * share
         return np.asarray(np.where(segment.resident, table[segment.bits], 0.0))
 
     def room(self, tier: str) -> float:

@@ -19,6 +19,7 @@ from sidequest_langchain.policy.facts import (
     SegmentFacts,
     Stage,
     Tier,
+    Unit,
 )
 from sidequest_langchain.policy.monitor import Monitor
 from sidequest_langchain.policy.notes import Notes
@@ -65,6 +66,7 @@ class Gatherer:
         reason: Reason,
         stage: Callable[[int], Stage],
         tiers: Sequence[Tier],
+        unit: Unit = "bytes",
     ) -> CacheFacts:
         """The facts of this moment.
 
@@ -75,6 +77,7 @@ class Gatherer:
             reason: Why the cycle runs.
             stage: From the tokens of the longest running path.
             tiers: Where rows may go.
+            unit: What is counted.
         """
         self._monitor.read_masses()
         tips = running_tips(self._tree)
@@ -107,7 +110,10 @@ class Gatherer:
         return CacheFacts(
             segments=tuple(facts),
             bytes_per_row=self._tree.bytes_per_token,
-            n_bytes=self._tree.n_bytes,
+            n_bytes=self._tree.n_bytes
+            if unit == "bytes"
+            else self._tree.n_tokens * self._tree.bytes_per_token,
+            unit=unit,
             budget_bytes=budget_bytes,
             to_free=to_free,
             n_seen=n_seen,

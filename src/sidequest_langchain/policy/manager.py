@@ -18,13 +18,14 @@ from sidequest_langchain.policy.executor import Executor
 from sidequest_langchain.policy.facts import Reason
 from sidequest_langchain.policy.gathering import Gatherer
 from sidequest_langchain.policy.guard import Canary, Forward
+from sidequest_langchain.policy.limits import Limits
 from sidequest_langchain.policy.monitor import Monitor
 from sidequest_langchain.policy.probabilities import sampled_layers
 from sidequest_langchain.policy.receipting import Decode
 from sidequest_langchain.policy.receipts import ActReceipt, ReceiptLog
 from sidequest_langchain.policy.registry import policy_for
 from sidequest_langchain.policy.returning import Returns
-from sidequest_langchain.policy.schedule import budget_in_bytes, next_interval
+from sidequest_langchain.policy.schedule import next_interval
 
 EXACT = "\x00exact"
 """Ends the scope of calls that agreed to nothing lossy: they share with nobody who did."""
@@ -95,9 +96,7 @@ class Manager:
             canary=Canary(forward, config.guard),
             log=self.log,
             decode=decode,
-            budget_bytes=budget_in_bytes(
-                config, bytes_per_row=tree.bytes_per_token, device_bytes=device_bytes
-            ),
+            limits=Limits(tree, config, device_bytes=device_bytes),
         )
         self._fingerprint = fingerprint
         tree.most_joined_rows = block_rows
@@ -109,15 +108,15 @@ class Manager:
         self._interval = FIRST_INTERVAL if is_adaptive else int(config.interval)
         self._is_adaptive = is_adaptive
         self._n_since = 0
-        self._bytes_then = 0
+        self._headroom_then = 0.0
         self._begun = 0.0
         self.seconds = 0.0
         """Time spent on management, the monitor's part of a forward pass not counted."""
 
     @property
     def budget_bytes(self) -> int | None:
-        """Bytes that may stay resident."""
-        return self._cycles.budget_bytes
+        """Bytes that may stay resident; a budget in tokens counts rows beside it."""
+        return self._cycles.limits.budget_bytes
 
     # -- around a step -------------------------------------------------------------------
 
@@ -215,7 +214,7 @@ class Manager:
         try:
             if self._cycles.is_due(n_bytes):
                 self._refresh_fingerprint()
-                if not self._cycles.is_kept(n_bytes):
+                if self._cycles.limits.is_tight(n_bytes):
                     self._seal_all()
                 self._cycles.run(reason, n_bytes)
         finally:
@@ -230,10 +229,10 @@ class Manager:
     def _tick(self) -> None:
         has_acted = self._try("interval")
         if self._is_adaptive:
-            n_bytes, limit = self._cycles.n_bytes(), self._cycles.limit()
-            headroom = float("inf") if limit is None else self._config.trigger * limit - n_bytes
-            growth = (n_bytes - self._bytes_then) / max(1, self._n_since)
-            self._bytes_then = n_bytes
+            limits = self._cycles.limits
+            headroom = limits.headroom()
+            growth = (headroom - self._headroom_then) / -max(1, self._n_since)
+            self._headroom_then = headroom
             self._interval = next_interval(
                 self._interval, has_acted=has_acted, growth=growth, headroom=headroom
             )

@@ -31,21 +31,16 @@ def stage_of(n_seen: int, schedule: Schedule | None) -> Stage:
     return "late" if n_seen >= stages.late_from else "middle"
 
 
-def budget_in_bytes(
-    config: CacheConfig, *, bytes_per_row: int, device_bytes: int | None = None
-) -> int | None:
-    """The smallest of the budgets, in bytes; `None` if there is none.
+def budget_in_bytes(config: CacheConfig, *, device_bytes: int | None = None) -> int | None:
+    """The smaller of the budgets that are in bytes; `None` if there is none.
 
     Args:
         config: Settings.
-        bytes_per_row: Of a row at full precision, all layers.
         device_bytes: Memory of the device, for `budget_share`; unknown: that share is no limit.
     """
     budgets = []
     if config.budget_bytes is not None:
         budgets.append(config.budget_bytes)
-    if config.budget_tokens is not None:
-        budgets.append(config.budget_tokens * bytes_per_row)
     if config.budget_share is not None and device_bytes is not None:
         budgets.append(int(config.budget_share * device_bytes))
     return min(budgets, default=None)

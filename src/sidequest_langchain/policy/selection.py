@@ -106,7 +106,7 @@ class Draft:
         Rows go in groups of 64 neighbours, as they are quantised; a lone handful is left.
         Nothing happens where the tier does not exist.
         """
-        if self.left <= 0 or self.facts.room(f"int{bits}") <= 0:
+        if self.left <= 0 or self.facts.unit == "rows" or self.facts.room(f"int{bits}") <= 0:
             return
         choice = self._choice(scores, among, bits=bits)
         for segment_id, offsets in take_groups(choice, self.left).items():
@@ -230,7 +230,7 @@ class Draft:
         self._reasons.setdefault((f"int{bits}", segment_id), reason)
 
     def _packed_bytes(self, bits: int) -> float:
-        share = PACKED_BITS[bits] / self.facts.full_bits
+        share = 1.0 if self.facts.unit == "rows" else PACKED_BITS[bits] / self.facts.full_bits
         return self.facts.bytes_per_row * min(1.0, share)
 
     def _archived_bytes(self) -> float:

@@ -1,0 +1,108 @@
+"""How much may stay, in bytes and in rows, and how much there is: the numbers of a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sidequest_langchain.config import CacheConfig
+from sidequest_langchain.kv.tree import SegmentTree
+from sidequest_langchain.policy.facts import Unit
+from sidequest_langchain.policy.gathering import running_tips
+from sidequest_langchain.policy.schedule import budget_in_bytes, limit_in_bytes, to_free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """One limit. Rows count as the bytes that they take at full precision."""
+
+    unit: Unit
+    hard: int | None
+    """The budget, in bytes: a promise. `None` where only the schedule limits."""
+    soft: int | None
+    """The budget, or less by the schedule: what cycles aim at."""
+
+
+class Limits:
+    """The limits of one tree."""
+
+    def __init__(self, tree: SegmentTree, config: CacheConfig, *, device_bytes: int | None) -> None:
+        self._tree, self._config = tree, config
+        self.budget_bytes = budget_in_bytes(config, device_bytes=device_bytes)
+        """What may stay, in bytes at the allocator."""
+        self.budget_rows = config.budget_tokens
+        """What may stay, in rows of whatever precision."""
+        self._imagined: dict[tuple[Unit, int], int] = {}
+
+    def limits(self) -> list[Limit]:
+        """The limits of this moment: rows first, since fewer rows are fewer bytes."""
+        found = []
+        if self.budget_rows is not None:
+            rows = self.budget_rows * self._tree.bytes_per_token
+            found.append(Limit(unit="rows", hard=rows, soft=rows))
+        soft = self.budget_bytes
+        if self._config.schedule is not None:
+            soft = limit_in_bytes(
+                soft,
+                self._config.schedule,
+                n_seen=max((tip.end for tip in running_tips(self._tree)), default=0),
+                n_tokens=sum(s.n_tokens for s in self._tree.segments()),
+                bytes_per_row=self._tree.bytes_per_token,
+            )
+        if soft is not None:
+            found.append(Limit(unit="bytes", hard=self.budget_bytes, soft=soft))
+        return found
+
+    def amount(self, unit: Unit, n_coming: int = 0) -> int:
+        """What counts now: what observe mode imagines gone, and hidden rows, do not.
+
+        Args:
+            unit: Of the limit.
+            n_coming: Bytes that are about to be added.
+        """
+        tree = self._tree
+        n_hidden = 0
+        if self._config.mask_only:
+            n_hidden = sum(len(s.hidden) for s in tree.segments())
+        held = tree.n_bytes if unit == "bytes" else tree.n_tokens * tree.bytes_per_token
+        imagined = sum(n for (of, _), n in self._imagined.items() if of == unit)
+        return held + n_coming - imagined - n_hidden * tree.bytes_per_token
+
+    def wanted(self, limit: Limit, n_coming: int = 0) -> int:
+        """Bytes that a cycle would give back."""
+        config = self._config
+        return to_free(
+            self.amount(limit.unit, n_coming),
+            limit.soft,
+            trigger=config.trigger,
+            target=config.target,
+        )
+
+    def excess(self, limit: Limit) -> int:
+        """Bytes above the budget. Rows of the step to come may exceed it for that step."""
+        if limit.hard is None or self._config.observe:
+            return 0
+        return max(0, self.amount(limit.unit) - limit.hard)
+
+    def is_tight(self, n_coming: int) -> bool:
+        """Whether a budget would be exceeded."""
+        return any(
+            limit.hard is not None and self.amount(limit.unit, n_coming) > limit.hard
+            for limit in self.limits()
+        )
+
+    def headroom(self) -> float:
+        """Bytes up to where cycles begin to give back, of the limit that is nearest."""
+        trigger = self._config.trigger
+        rooms = [
+            trigger * limit.soft - self.amount(limit.unit)
+            for limit in self.limits()
+            if limit.soft is not None
+        ]
+        return min(rooms, default=1e18)
+
+    def imagine(self, unit: Unit, segment_id: int, n_bytes: int) -> None:
+        """Count bytes as gone that observe mode leaves where they are."""
+        alive = {s.segment_id for s in self._tree.segments()}
+        self._imagined = {key: n for key, n in self._imagined.items() if key[1] in alive}
+        before = self._imagined.get((unit, segment_id), 0)
+        self._imagined[unit, segment_id] = before + n_bytes
