@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from sidequest_langchain.kv.segment import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What one layer gave some segments in one step."""
+
+    segments: Sequence[Segment]
+    rows: Sequence[tuple[int, ...]]
+    """Of the step, those that read each of them."""
+    shares: Tensor
+    """Of the attention, mean over heads, summed over these rows."""
 
 
 @dataclass(slots=True)
@@ -14,24 +28,41 @@ class Look:
 
     total: Tensor
     """Sum of probabilities, mean over heads, over queries and layers, `[n]`."""
-    last: Tensor
-    """Those of the last query, `[n]`, summed over layers."""
     n_queries: Tensor
     """Queries that could see each token, `[n]`, summed over layers."""
+    last: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, the probabilities of the last query that saw each token, `[n]`."""
     is_prefill: bool = False
     heads: dict[int, Tensor] = field(default_factory=dict)
     """By layer, mean over the query heads of each KV head, `[H, n]`, summed over queries."""
+    head_queries: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, queries that could see each token, `[H, n]`."""
+
+    def last_of(self, layer: int) -> Tensor:
+        """The last query's probabilities in a layer, to be written to."""
+        if layer not in self.last:
+            self.last[layer] = torch.zeros_like(self.total)
+        return self.last[layer]
+
+    def heads_of(self, layer: int, n_heads: int) -> tuple[Tensor, Tensor]:
+        """A layer's sums by head and its counts, to be written to."""
+        if layer not in self.heads:
+            for of in (self.heads, self.head_queries):
+                of[layer] = self.total.new_zeros(n_heads, len(self.total))
+        return self.heads[layer], self.head_queries[layer]
 
 
 def grown(old: Look | None, n: int, device: torch.device) -> Look:
     """A look that holds `n` tokens, with what the old one saw."""
-    total, last, n_queries = (torch.zeros(n, device=device) for _ in range(3))
-    new = Look(total, last, n_queries)
+    new = Look(torch.zeros(n, device=device), torch.zeros(n, device=device))
     if old is not None:
-        for name in ("total", "last", "n_queries"):
-            before: Tensor = getattr(old, name)
-            getattr(new, name)[: len(before)] = before
+        m = len(old.total)
+        new.total[:m], new.n_queries[:m] = old.total, old.n_queries
+        for layer, last in old.last.items():
+            new.last_of(layer)[:m] = last
         for layer, heads in old.heads.items():
-            new.heads[layer] = heads.new_zeros(heads.shape[0], n)
-            new.heads[layer][:, : heads.shape[1]] = heads
+            for into, before in zip(
+                new.heads_of(layer, heads.shape[0]), (heads, old.head_queries[layer]), strict=True
+            ):
+                into[:, :m] = before
     return new

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sidequest_langchain.kv.parts import LOAD_ROWS, RowsByHead, StoredRows
 from sidequest_langchain.kv.segment import Segment
-from sidequest_langchain.policy.looks import Look, grown
+from sidequest_langchain.policy.looks import Look, Shares, grown
 from sidequest_langchain.policy.notes import HeadScores, Notebook, Notes
 from sidequest_langchain.policy.probabilities import (
     grouped_queries,
@@ -74,8 +74,8 @@ class Monitor:
         """Whether single tokens are looked at in this step."""
         self.n_steps = 0
         self._seen: dict[Segment, Look] = {}
-        self._masses: list[tuple[list[Segment], Tensor]] = []
-        self._past_masses: list[list[tuple[list[Segment], Tensor]]] = []
+        self._masses: list[Shares] = []
+        self._past_masses: list[list[Shares]] = []
         """By step; read, with a wait for the device, when tokens are looked at."""
 
     @property
@@ -99,7 +99,7 @@ class Monitor:
         """Note what the decoding rows attended to in a layer."""
         grouped = grouped_queries(seen.q, seen.lses[0].shape[0])
         total = seen.total.reshape(grouped.shape[:3])
-        self._note_masses(seen, total)
+        self._note_masses(seen, total, tuple(plan.decoding))
         if not self.is_looking:
             return
         for block in seen.blocks:
@@ -123,7 +123,7 @@ class Monitor:
         w = min(self._window, row.n_new)
         if seen.segments:
             shares = torch.stack(seen.lses)[:, :, -w:].sub(seen.total[:, -w:]).exp_().mean((1, 2))
-            self._masses.append((seen.segments, shares))
+            self._masses.append(Shares(seen.segments, [(seen.row,)] * len(seen.segments), shares))
         queries = seen.q[:, -w:], seen.total[:, -w:], row.position + row.n_new - w
         for segment in seen.segments:
             self._look_back(plan, layer, segment, queries, seen.features)
@@ -141,12 +141,14 @@ class Monitor:
         for segment, seen in self._seen.items():
             self.notebook.of(segment).fold(
                 seen.total,
-                seen.last,
+                torch.stack(list(seen.last.values())).sum(0),
                 seen.n_queries,
                 n_layers=len(self._layers),
                 decay=self._decay,
                 is_prefill=seen.is_prefill,
-                heads=HeadScores(self._n_layers, seen.heads) if self._is_by_head else None,
+                heads=HeadScores(self._n_layers, seen.heads, seen.head_queries)
+                if self._is_by_head
+                else None,
             )
         self._seen.clear()
 
@@ -154,12 +156,15 @@ class Monitor:
         """Bring the segments' masses up to date; waits for the device."""
         first = self.n_steps - len(self._past_masses) + 1
         for step, masses in enumerate(self._past_masses, first):
-            shares: dict[Segment, float] = {}
-            for segments, tensor in masses:
-                for segment, share in zip(segments, tensor.tolist(), strict=True):
-                    shares[segment] = shares.get(segment, 0.0) + share / len(self._layers)
-            for segment, share in shares.items():
-                self.notebook.of(segment).read(share, step)
+            found: dict[Segment, float] = {}
+            readers: dict[Segment, set[int]] = {}
+            for told in masses:
+                numbers = told.shares.tolist()
+                for segment, rows, share in zip(told.segments, told.rows, numbers, strict=True):
+                    found[segment] = found.get(segment, 0.0) + share / len(self._layers)
+                    readers.setdefault(segment, set()).update(rows)
+            for segment, share in found.items():
+                self.notebook.of(segment).read(share / len(readers[segment]), step)
         self._past_masses.clear()
 
     def notes_of(self, segment: Segment) -> Notes:
@@ -168,18 +173,23 @@ class Monitor:
 
     # -- inside --------------------------------------------------------------------------
 
-    def _note_masses(self, seen: Decoded, total: Tensor) -> None:
-        """Each block's exact share of the attention, mean over heads and rows."""
-        n_kv = total.shape[0]
+    def _note_masses(self, seen: Decoded, total: Tensor, rows: tuple[int, ...]) -> None:
+        """Each block's exact share of the attention, mean over heads, sum over its rows."""
+        n_kv, n_group = total.shape[:2]
         if all(block.rows is None for block in seen.blocks):
-            shares = torch.stack(seen.lses).sub_(total.reshape(n_kv, -1)).exp_().mean((1, 2))
+            shares = torch.stack(seen.lses).sub_(total.reshape(n_kv, -1)).exp_().sum((1, 2))
         else:
             parts = []
             for block, lse in zip(seen.blocks, seen.lses, strict=True):
-                rows = total if block.rows is None else total[:, :, list(block.rows)]
-                parts.append(torch.exp(lse - rows.reshape(n_kv, -1)).mean())
+                over = total if block.rows is None else total[:, :, list(block.rows)]
+                parts.append(torch.exp(lse - over.reshape(n_kv, -1)).sum())
             shares = torch.stack(parts)
-        self._masses.append(([block.segment for block in seen.blocks], shares))
+        readers = [
+            rows if block.rows is None else tuple(rows[j] for j in block.rows)
+            for block in seen.blocks
+        ]
+        segments = [block.segment for block in seen.blocks]
+        self._masses.append(Shares(segments, readers, shares / (n_kv * n_group)))
 
     def _look_back(
         self,
@@ -202,15 +212,17 @@ class Monitor:
                 grouped = grouped_queries(q, k.shape[0])
                 p = probabilities(grouped, k, total.reshape(grouped.shape[:3]), features)
                 offsets = offsets_of(part, layer, first, last, q.device)
+                n_queries = None
                 if features.window is not None:
                     at = torch.arange(position, position + q.shape[1], device=q.device)
                     places = segment.start + offsets.view(-1, 1, 1, last - first)
                     is_near = at.unsqueeze(1) - places < features.window
                     p = torch.where(is_near, p, 0.0)
+                    n_queries = is_near.sum(2)[:, 0].float()
                 if isinstance(part, RowsByHead):
                     is_there = part.seen(layer, 0, segment.n_tokens, q.device)[:, first:last]
                     p = torch.where(is_there[:, None, None], p, 0.0)
-                self._add(segment, layer, offsets, p, is_prefill=True)
+                self._add(segment, layer, offsets, p, is_prefill=True, n_queries=n_queries)
 
     def _look_at_chunk(
         self,
@@ -246,7 +258,10 @@ class Monitor:
         is_prefill: bool = False,
         n_queries: Tensor | None = None,
     ) -> None:
-        """Add probabilities `[H, G, r, S]` of the tokens at `offsets`, `[S]` or `[H, S]`."""
+        """Add probabilities `[H, G, r, S]` of the tokens at `offsets`, `[S]` or `[H, S]`.
+
+        `n_queries`, `[S]`, `[1, S]` or `[H, S]`, says how many of the `r` could see each token.
+        """
         by_kv = p.mean(1)  # GQA: the mean over the query heads of a group
         summed, last = by_kv.sum(1), by_kv[:, -1]
         counted = p.new_full((p.shape[3],), p.shape[2]) if n_queries is None else n_queries
@@ -255,19 +270,20 @@ class Monitor:
             share = is_there / p.shape[0]
             places = offsets.clamp(max=segment.n_tokens - 1)
             seen = self._seen_of(segment, segment.n_tokens, p.device)
-            for into, what in ((seen.total, summed), (seen.last, last), (seen.n_queries, counted)):
+            of_layer = seen.last_of(layer).index_fill_(0, places.flatten(), 0.0)
+            for into, what in ((seen.total, summed), (of_layer, last), (seen.n_queries, counted)):
                 into.index_add_(0, places.flatten(), (what * share).flatten())
         else:
             places = offsets.expand(p.shape[0], -1)
             seen = self._seen_of(segment, max(segment.n_tokens, n_tokens), p.device)
             seen.total.index_add_(0, offsets, summed.mean(0))
-            seen.last.index_add_(0, offsets, last.mean(0))
-            seen.n_queries.index_add_(0, offsets, counted)
+            seen.last_of(layer).index_copy_(0, offsets, last.mean(0))
+            seen.n_queries.index_add_(0, offsets, counted.expand(1, -1)[0])
         seen.is_prefill = is_prefill
         if self._is_by_head:
-            if layer not in seen.heads:
-                seen.heads[layer] = p.new_zeros(p.shape[0], len(seen.total))
-            seen.heads[layer].scatter_add_(1, places, summed)
+            by_head, n_seen = seen.heads_of(layer, p.shape[0])
+            by_head.scatter_add_(1, places, summed)
+            n_seen.scatter_add_(1, places, counted.expand_as(summed))
 
     def _seen_of(self, segment: Segment, n: int, device: torch.device) -> Look:
         seen = self._seen.get(segment)

@@ -28,6 +28,8 @@ class HeadScores:
     n_layers: int
     by_layer: Mapping[int, Tensor]
     """`[H, n]` each."""
+    n_queries: Mapping[int, Tensor]
+    """Queries that could see each token, by layer, `[H, n]` each."""
 
 
 class Notes:
@@ -96,7 +98,7 @@ class Notes:
         moved = torch.where(is_new, mean, decay * self.importance + (1 - decay) * mean)
         self.importance = torch.where(is_seen, moved, self.importance)
         if heads is not None:
-            self._fold_heads(heads, n_queries / n_layers, is_new, decay)
+            self._fold_heads(heads, decay)
         self.accumulated += total / n_layers
         self.n_seen += n_queries / n_layers
         self.last = torch.where(is_seen, last / n_layers, self.last)
@@ -122,15 +124,15 @@ class Notes:
         new.is_archived_idle = self.is_archived_idle
         return new
 
-    def _fold_heads(
-        self, heads: HeadScores, n_queries: Tensor, is_new: Tensor, decay: float
-    ) -> None:
+    def _fold_heads(self, heads: HeadScores, decay: float) -> None:
         for layer, total in heads.by_layer.items():
             if self.heads is None:
                 self.heads = total.new_zeros(heads.n_layers, total.shape[0], self.n)
+            n_queries = _padded(heads.n_queries[layer], self.n)
             mean = _padded(total, self.n) / n_queries.clamp_min(1)
             old = self.heads[layer]
-            moved = torch.where(is_new, mean, decay * old + (1 - decay) * mean)
+            # A probability is never quite 0: such a token was not seen by this head before.
+            moved = torch.where(old == 0, mean, decay * old + (1 - decay) * mean)
             self.heads[layer] = torch.where(n_queries > 0, moved, old)
 
 
