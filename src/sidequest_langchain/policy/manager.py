@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sidequest_langchain.config import CacheConfig
-from sidequest_langchain.errors import CacheError
+from sidequest_langchain.errors import BudgetExceeded, CacheError
 from sidequest_langchain.kv.archive import Archive
 from sidequest_langchain.kv.segment import Path as TreePath
 from sidequest_langchain.kv.segment import Segment
@@ -30,6 +30,8 @@ from sidequest_langchain.policy.schedule import next_interval
 EXACT = "\x00exact"
 """Ends the scope of calls that agreed to nothing lossy: they share with nobody who did."""
 FIRST_INTERVAL = 16
+RECALLED_STEPS = 256
+"""Steps for which rows that were called back stay."""
 
 
 def is_managed(config: CacheConfig) -> bool:
@@ -90,7 +92,7 @@ class Manager:
             tree,
             config,
             monitor=self.monitor,
-            gatherer=Gatherer(tree, self.monitor, needs=policy.needs, may_change=_agreed),
+            gatherer=Gatherer(tree, self.monitor, needs=policy.needs, may_change=self._may_change),
             decisions=DecisionEngine(policy, config, executor, token_weights),
             executor=executor,
             canary=Canary(forward, config.guard),
@@ -98,12 +100,12 @@ class Manager:
             decode=decode,
             limits=Limits(tree, config, device_bytes=device_bytes),
         )
+        self._recalled: dict[Segment, int] = {}
+        """Segments that came back, and the step up to which they stay as they are."""
         self._fingerprint = fingerprint
         tree.most_joined_rows = block_rows
         tree.archive = self._archive = _archive(config, fingerprint())
-        self._returns = Returns(
-            tree, self.monitor, make_room=lambda n: self._make_room_for(n, "asked")
-        )
+        self._returns = Returns(tree, self.monitor, make_room=self._make_room_to_return)
         is_adaptive = config.interval == "adaptive"
         self._interval = FIRST_INTERVAL if is_adaptive else int(config.interval)
         self._is_adaptive = is_adaptive
@@ -182,7 +184,14 @@ class Manager:
         """
         self._refresh_fingerprint()
         segments = list(dict.fromkeys(s for tip in tips for s in tip.path() if s.token_ids))
-        receipts = self._returns.recall(segments, reason)
+        until = self.monitor.n_steps + RECALLED_STEPS
+        before = self._recalled
+        self._recalled = {**before, **dict.fromkeys(segments, until)}
+        try:
+            receipts = self._returns.recall(segments, reason)
+        except BaseException:
+            self._recalled = before
+            raise
         self.log.add(receipts)
         return receipts
 
@@ -208,6 +217,28 @@ class Manager:
             now = dict(self._fingerprint())
             if now != self._archive.fingerprint:
                 self._archive.fingerprint = now
+
+    def _may_change(self, segment: Segment) -> bool:
+        """Whether all readers agreed to lossy acts, and nobody called its rows back just now."""
+        if self._recalled:
+            now = self.monitor.n_steps
+            self._recalled = {s: until for s, until in self._recalled.items() if until >= now}
+        return not segment.scope.endswith(EXACT) and segment not in self._recalled
+
+    def _make_room_to_return(self, n_bytes: int) -> None:
+        """Make room for rows that come back.
+
+        Raises:
+            BudgetExceeded: There is none.
+        """
+        self._make_room_for(n_bytes, "asked")
+        if self._cycles.limits.is_tight(n_bytes):
+            msg = (
+                f"what is to come back takes {n_bytes:,} bytes, for which the cache's budget has "
+                "no room, even without every other row that may go; give a larger budget, or "
+                "recall fewer paths"
+            )
+            raise BudgetExceeded(msg)
 
     def _make_room_for(self, n_bytes: int, reason: Reason) -> None:
         begun = time.perf_counter()
@@ -246,10 +277,6 @@ class Manager:
             return bool(self._cycles.run(reason))
         except CacheError:
             return False
-
-
-def _agreed(segment: Segment) -> bool:
-    return not segment.scope.endswith(EXACT)
 
 
 def _archive(config: CacheConfig, fingerprint: Mapping[str, str]) -> Archive | None:

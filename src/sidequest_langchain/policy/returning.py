@@ -68,7 +68,7 @@ class Returns:
         Args:
             tree: Changed.
             monitor: Knows which segments were archived while idle.
-            make_room: Makes room for so many bytes; may raise `BudgetExceeded`.
+            make_room: Makes room for so many bytes, or raises `BudgetExceeded`.
         """
         self._tree, self._monitor = tree, monitor
         self._make_room = make_room
@@ -78,8 +78,9 @@ class Returns:
         """Bring back all that is archived or hidden of some closed segments; exact.
 
         Raises:
-            BudgetExceeded: There is no room; what came back before stays.
+            BudgetExceeded: There is no room for all of it; nothing came back.
         """
+        self._make_room(sum(self._bytes_away(s) for s in segments if not s.is_open))
         return [
             receipt
             for segment in segments
@@ -100,9 +101,9 @@ class Returns:
         for segment in found.path():
             if not segment.archived or not self._monitor.notes_of(segment).is_archived_idle:
                 continue
-            n_away = segment.n_tokens - segment.n_resident
-            n_bytes = n_away * self._tree.bytes_per_token
+            n_away, n_bytes = segment.n_tokens - segment.n_resident, self._bytes_away(segment)
             if self.costs.is_restore_cheaper(n_bytes, n_away):
+                self._make_room(n_bytes)
                 receipt = self._restore(segment, "a path comes back to it")
                 receipts.append(receipt)
                 if receipt.outcome == "done":
@@ -112,12 +113,20 @@ class Returns:
             break
         return receipts
 
+    def _bytes_away(self, segment: Segment) -> int:
+        """What the copies of a segment's rows take once they are back."""
+        full = self._tree.layout[0].dtype.itemsize * 8
+        shares = [
+            len(copy.offsets) * (1.0 if copy.bits is None else (copy.bits + 1) / full)
+            for copy in segment.archived
+        ]
+        return int(sum(shares) * self._tree.bytes_per_token)
+
     def _restore(self, segment: Segment, reason: str) -> ActReceipt:
         tree = self._tree
         before = _resident(segment)
         outcome: Outcome = "done"
         n_bytes = 0
-        self._make_room((segment.n_tokens - segment.n_resident) * tree.bytes_per_token)
         begun = time.perf_counter()
         try:
             if segment.hidden:
