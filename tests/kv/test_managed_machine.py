@@ -4,7 +4,9 @@ hidden, archived and brought back. Tokens, paths and books must stay what they a
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -39,6 +41,13 @@ def same(segment):
 def packed_tensors(segment):
     named = [pair for block in segment.packed for pair in block.tensors().items()]
     return [t for name, t in named if name != "header"]
+
+
+def copies_of(segment):
+    """(position, ticket, row) of what is archived, and its precision."""
+    for copy in segment.archived:
+        for at, row in zip(copy.offsets, copy.rows, strict=True):
+            yield (segment.start + at, copy.ticket.key, row), copy.bits
 
 
 def away(segment):
@@ -99,6 +108,34 @@ class ManagedMachine(TreeMachine):
         assert self.tree.n_bytes <= n_bytes
         if end is not None:
             assert claim.path.tip.parent is end
+
+    @precondition(lambda self: self.claims)
+    @rule(which=WHICH, most_rows=st.integers(0, 20))
+    def fuse(self, which, most_rows):
+        tip = self.claims[which % len(self.claims)].path.tip
+        tokens, n_bytes, n_tokens = tokens_to(tip), self.tree.n_bytes, self.tree.n_tokens
+        line, told = tip.path(), []
+        copies = {tokens_at: n for s in line for tokens_at, n in copies_of(s)}
+        self.tree.on_fuse = lambda parent, child: told.append((parent, child))
+        n = self.tree.fuse(tip, most_rows)
+        assert n == len(told) == len(line) - len(tip.path())
+        assert set(line) - set(tip.path()) == {parent for parent, _ in told}
+        assert (tokens_to(tip), self.tree.n_tokens) == (tokens, n_tokens)
+        n_packed = sum(b.n_rows for s in tip.path() for b in s.packed)
+        # Slack of sealed segments may go; rows may be told their groups.
+        assert self.tree.n_bytes - n_bytes <= 4 * len(self.tree.layout) * n_packed
+        assert {tokens_at: n for s in tip.path() for tokens_at, n in copies_of(s)} == copies
+        if most_rows >= 20:
+            self.check_fused(tip)
+
+    def check_fused(self, tip):
+        """Nobody is left who could have been taken in, but where storages are shared."""
+        for parent, child in itertools.pairwise(tip.path()):
+            stands = parent.paths or len(parent.children) > 1 or child.is_open
+            stays = any(s.n_pins or s.kept_by_head is not None for s in (parent, child))
+            is_long = parent.n_resident + child.n_resident > 20
+            is_shared = parent.fellows or child.fellows
+            assert stands or stays or is_long or is_shared or child.parent is not parent
 
     ACTS = ("evict", "compress", "hide", "unhide", "archive_some", "restore")
 
@@ -184,8 +221,14 @@ class ManagedMachine(TreeMachine):
     @invariant()
     def every_copy_has_an_owner(self):
         owned = {a.ticket.key for s in self.tree.segments() for a in s.archived}
-        kept = {*self.archive._cpu, *self.archive._disk}
-        assert kept <= owned
+        entries = {**self.archive._cpu, **self.archive._disk}
+        assert entries.keys() <= owned
+        owners = Counter(
+            key for s in self.tree.segments() for key in {a.ticket.key for a in s.archived}
+        )
+        assert {key: entry.n_owners for key, entry in entries.items()} == {
+            key: owners[key] for key in entries
+        }
 
     def teardown(self):
         super().teardown()
@@ -260,6 +303,8 @@ def drive(machine, rng, n_steps):
             given = {"extend": {"text": rng.choice(["a", "ab", "bab"]), "at_once": False}}
             given["crop"] = {"n": rng.randrange(3)}
             getattr(machine, name)(which=which, **given.get(name, {}))
+        elif name == "fuse" and machine.claims:
+            machine.fuse(which=which, most_rows=rng.choice([0, 5, 20, 20, 20]))
         elif name == "pin" and machine.claims:
             machine.pin(which=which)
         elif name == "unpin" and machine.pins:
@@ -286,6 +331,7 @@ WEIGHTS = {
     "discard": 0.5,
     "seal": 2,
     "manage": 5,
+    "fuse": 1.5,
     "pin": 0.5,
     "unpin": 1,
     "release": 0.7,

@@ -95,6 +95,7 @@ class KVSegments:
                 n_segments=sum(1 for _ in tree.segments()),
                 n_paths=len(tree.paths),
                 peak_bytes=tree.peak_bytes,
+                peak_resident_bytes=tree.peak_resident_bytes,
                 n_prompt_tokens=counters.n_prompt_tokens,
                 n_reused_tokens=counters.n_reused_tokens,
                 n_prefilled_tokens=counters.n_prompt_tokens - counters.n_reused_tokens,
@@ -106,10 +107,11 @@ class KVSegments:
         return self._core.call(look).result()
 
     def reset_peak(self) -> None:
-        """Begin to measure `peak_bytes` anew, from what is resident now."""
+        """Begin to measure both peaks anew, from what is resident now."""
 
         def reset() -> None:
-            self._core.tree.peak_bytes = self._core.tree.n_bytes
+            tree = self._core.tree
+            tree.peak_bytes = tree.peak_resident_bytes = tree.n_bytes
 
         self._core.call(reset).result()
 

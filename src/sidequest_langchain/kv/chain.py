@@ -94,6 +94,12 @@ def leave(segment: Segment, storage: Storage, residency: Residency | None) -> No
     segment.residency = residency
 
 
+def is_next(segment: Segment, follower: Segment) -> bool:
+    """Whether the rows of a segment lie right before those of another in a storage they share."""
+    is_shared = bool(segment.fellows) and segment.storage is follower.storage
+    return is_shared and segment.place[1] == follower.place[0]
+
+
 def settle(storage: Storage, fellows: list[Segment]) -> int:
     """Give back the rows of those that left a shared storage. Returns the change in bytes.
 

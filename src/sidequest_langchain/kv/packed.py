@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sidequest_langchain.kv.layout import KVLayout, LayerShape
-from sidequest_langchain.kv.packed_layers import ExactLayers, GridLayers, Layers
+from sidequest_langchain.kv.packed_layers import ExactLayers, GridLayers, Layers, join_layers
 from sidequest_langchain.kv.quantise import BITS, GROUP
 
 __all__ = ["GROUP", "PackedBlock", "packed_bytes"]
@@ -149,6 +149,45 @@ class PackedBlock:
         picked = torch.tensor(left)
         offsets = tuple(self.offsets[row] for row in left)
         return self._with(offsets, [bundle.kept(picked) for bundle in self._bundles])
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Blocks of one kind can be joined: they have the same bits, layers and exempt layers."""
+        return self.bits, self._places, *(bundle.kind for bundle in self._bundles)
+
+    @classmethod
+    def joined(cls, blocks: Sequence[PackedBlock], shifts: Sequence[int]) -> PackedBlock:
+        """One block of the rows of several, in storages of its own; bit for bit the same rows.
+
+        Where each block's rows follow those of the one before and end with a group, it takes the
+        bytes that they take; else four more a row, which say in which group it is.
+
+        Args:
+            blocks: Of one kind.
+            shifts: What is added to the offsets of each.
+
+        Raises:
+            ValueError: There is none, they differ in kind, or two rows have one offset.
+        """
+        if len({block.kind for block in blocks}) != 1:
+            msg = f"{len(blocks)} packed blocks are not of one kind: they cannot be joined"
+            raise ValueError(msg)
+        given = [
+            [at + shift for at in block.offsets]
+            for block, shift in zip(blocks, shifts, strict=True)
+        ]
+        offsets = sorted(itertools.chain.from_iterable(given))
+        place = {at: row for row, at in enumerate(offsets)}
+        if len(place) < len(offsets):
+            msg = "two rows have one offset: the blocks cannot be joined"
+            raise ValueError(msg)
+        is_in_order = all(a[-1] < b[0] for a, b in itertools.pairwise(given))
+        places = None if is_in_order else [torch.tensor([place[at] for at in g]) for g in given]
+        bundles = [
+            join_layers(parts, places)
+            for parts in zip(*(block._bundles for block in blocks), strict=True)
+        ]
+        return blocks[0]._with(tuple(offsets), bundles)
 
     def _cut(self, first: int, last: int) -> PackedBlock:
         bundles = [bundle.cut(first, last) for bundle in self._bundles]

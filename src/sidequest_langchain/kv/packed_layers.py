@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import pairwise
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from sidequest_langchain.kv.quantise import GROUP, Grid
 
 Rows = tuple[Tensor, Tensor]
 """K `[H, n, D]` and V `[H, n, Dv]` of one layer."""
+Places: TypeAlias = Sequence[Tensor] | None
+"""Where the rows of each of some parts go, `[n]` long on the CPU; `None`: one after another."""
 
 
 class Layers(Protocol):
@@ -37,6 +40,11 @@ class Layers(Protocol):
 
     def moved_to(self, device: torch.device) -> Layers:
         """The same on a device; itself where it is there."""
+        ...
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What must be equal in layers that are joined."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
@@ -72,6 +80,16 @@ class ExactLayers:
         rows = rows.to(self.keys.device)
         return ExactLayers(self.keys.index_select(2, rows), self.values.index_select(2, rows))
 
+    @classmethod
+    def joined(cls, parts: Sequence[ExactLayers], places: Places) -> ExactLayers:
+        """Rows of layers of one kind in storages of their own, exact."""
+        return cls(_laid([p.keys for p in parts], places), _laid([p.values for p in parts], places))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What must be equal in layers that are joined."""
+        return "exact", *(k for t in (self.keys, self.values) for k in _kind(t))
+
     def moved_to(self, device: torch.device) -> ExactLayers:
         """The same on a device."""
         return ExactLayers(self.keys.to(device), self.values.to(device))
@@ -104,7 +122,7 @@ class GridLayers:
     skip: int = 0
     """Rows of the first group that are not here any more."""
     groups: Tensor | None = None
-    """int32 `[S]`, ascending."""
+    """int32 `[S]`; of rows that were joined out of their order, they need not ascend."""
 
     @classmethod
     def pack(cls, layers: Sequence[Rows], bits: int) -> GridLayers:
@@ -147,15 +165,10 @@ class GridLayers:
 
     def cut(self, first: int, last: int) -> GridLayers:
         """Rows `first..last`; what they load is the same, bit for bit."""
-        start, skip = 0, 0
-        if self.groups is None:
-            start, skip = divmod(self.skip + first, GROUP)
-            end = (self.skip + last - 1) // GROUP + 1
-            groups = None
-        else:
-            groups = self.groups[first:last]
-            start, end = int(groups[0]), int(groups[-1]) + 1
-            groups = groups - start
+        if self.groups is not None:
+            return self.kept(torch.arange(first, last))
+        start, skip = divmod(self.skip + first, GROUP)
+        end = (self.skip + last - 1) // GROUP + 1
         return replace(
             self,
             codes=_cut(self.codes, first, last),
@@ -164,7 +177,6 @@ class GridLayers:
             value_scale=_cut(self.value_scale, first, last),
             value_zero=_cut(self.value_zero, first, last),
             skip=skip,
-            groups=groups,
         )
 
     def kept(self, rows: Tensor) -> GridLayers:
@@ -184,6 +196,42 @@ class GridLayers:
             groups=groups.to(device, torch.int32),
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[GridLayers], places: Places) -> GridLayers:
+        """Rows of layers of one kind in storages of their own; what they load is the same.
+
+        Where parts meet at the end of a group they take the bytes they took, else four more a row.
+        """
+        groups = None
+        if places is not None or not _meet_at_groups(parts):
+            lines, n_groups = [], 0
+            for part in parts:
+                lines.append(part._lines() + n_groups)
+                n_groups += part.key_scale.shape[2]
+            groups = _laid(lines, places, 0)
+        return replace(
+            parts[0],
+            codes=_laid([p.codes for p in parts], places),
+            key_scale=torch.cat([p.key_scale for p in parts], 2),
+            key_zero=torch.cat([p.key_zero for p in parts], 2),
+            value_scale=_laid([p.value_scale for p in parts], places),
+            value_zero=_laid([p.value_zero for p in parts], places),
+            skip=parts[0].skip if groups is None else 0,
+            groups=groups,
+        )
+
+    def _lines(self) -> Tensor:
+        """The group of every row, int32 `[S]`."""
+        if self.groups is not None:
+            return self.groups
+        rows = torch.arange(self.codes.shape[3], dtype=torch.int32, device=self.codes.device)
+        return (rows + self.skip) // GROUP
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What must be equal in layers that are joined."""
+        return "grid", self.bits, self.value_dim, *_kind(self.codes), *_kind(self.key_zero)
+
     def moved_to(self, device: torch.device) -> GridLayers:
         """The same on a device."""
         there = {name: t.to(device) for name, t in self.tensors().items()}
@@ -201,7 +249,41 @@ class GridLayers:
         return found if self.groups is None else {**found, "groups": self.groups}
 
 
+def join_layers(parts: Sequence[Layers], places: Places) -> Layers:
+    """Rows of several layers of one kind in storages of their own; exact."""
+    grids = [part for part in parts if isinstance(part, GridLayers)]
+    if grids:
+        return GridLayers.joined(grids, places)
+    return ExactLayers.joined([part for part in parts if isinstance(part, ExactLayers)], places)
+
+
 def _cut(tensor: Tensor, first: int, last: int) -> Tensor:
     """Rows of `[..., S, D]` in a storage of their own."""
     part = tensor.narrow(-2, first, last - first)
     return part.clone(memory_format=torch.contiguous_format)
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return *tensor.shape[:-2], tensor.shape[-1], tensor.dtype, tensor.device
+
+
+def _laid(tensors: Sequence[Tensor], places: Places, dim: int = -2) -> Tensor:
+    """Rows of some tensors in one, each part's at its places; one copy of each."""
+    if places is None:
+        return torch.cat(tuple(tensors), dim)
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(len(at) for at in places)
+    new = tensors[0].new_empty(shape)
+    for tensor, at in zip(tensors, places, strict=True):
+        new.index_copy_(dim, at.to(new.device), tensor)
+    return new
+
+
+def _meet_at_groups(parts: Sequence[GridLayers]) -> bool:
+    """Whether row `r` of all of them together is in group `(skip + r) // 64`."""
+    if any(part.groups is not None for part in parts):
+        return False
+    return all(
+        one.skip + one.codes.shape[3] == one.key_scale.shape[2] * GROUP and other.skip == 0
+        for one, other in pairwise(parts)
+    )

@@ -27,6 +27,9 @@ class RadixTree:
         self.n_bytes = 0
         """Bytes resident now: the sum of all live storages, kept up by every change."""
         self.peak_bytes = 0
+        """Most bytes there at once, the copies of a moment included: what the allocator gave."""
+        self.peak_resident_bytes = 0
+        """The most that `n_bytes` ever was, copies of a moment left out."""
         self.n_tokens = 0
         self.idle = IdleLeaves()
         self.archive: Archive | None = None
@@ -104,6 +107,7 @@ class RadixTree:
         before = self.n_bytes
         self.n_bytes += change
         self.peak_bytes = max(self.peak_bytes, self.n_bytes, before + n_copied)
+        self.peak_resident_bytes = max(self.peak_resident_bytes, self.n_bytes)
 
     def scratch(self, path_tip: Segment, position: int, n_rows: int = 0) -> Segment:
         """An open segment beside the tree, for rows that are not to stay.

@@ -36,7 +36,10 @@ class KVUsage:
     n_segments: int
     n_paths: int
     peak_bytes: int
-    """Most bytes resident at once since the start or the last `reset_peak()`."""
+    """Most bytes allocated at once since the start or the last `reset_peak()`: those resident, and
+    the copies that are there for a moment while a segment grows or is cut, thinned or joined."""
+    peak_resident_bytes: int
+    """The most that `n_bytes` was, copies of a moment left out: a budget bounds this."""
     n_prompt_tokens: int
     n_reused_tokens: int
     n_prefilled_tokens: int

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from sidequest_langchain.kv.allocator import return_to_system
+from sidequest_langchain.kv.fusing import FusingTree
 from sidequest_langchain.kv.layout import KVLayout
 from sidequest_langchain.kv.receipts import ReleaseReceipt
 from sidequest_langchain.kv.segment import Path, Segment
-from sidequest_langchain.kv.sharing import SharingTree
 from sidequest_langchain.labels import PathSelector
 
 
-class ReleasingTree(SharingTree):
+class ReleasingTree(FusingTree):
     """A tree with labelled paths that can be let go."""
 
     def __init__(self, layout: KVLayout) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,6 +41,10 @@ class Archived:
             return None
         rows = tuple(row for _, row in pairs)
         return replace(self, offsets=tuple(at - shift for at, _ in pairs), rows=rows)
+
+    def moved(self, shift: int) -> Archived:
+        """The same copy, for a segment that starts `shift` tokens earlier."""
+        return replace(self, offsets=tuple(at + shift for at in self.offsets))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,6 +140,37 @@ class Residency:
         )
         return first.or_none(), second.or_none()
 
+    @classmethod
+    def joined(cls, parts: Sequence[Residency]) -> Residency | None:
+        """The residency of segments in a row as one; none keeps rows by head. Exact.
+
+        Packed blocks of one kind become one, in storages of its own.
+        """
+        shifts = [0, *accumulate(part.n_tokens for part in parts)]
+        pairs = list(zip(parts, shifts, strict=False))
+        packed: dict[object, list[tuple[PackedBlock, int]]] = {}
+        copies: dict[Ticket, list[Archived]] = {}
+        for part, shift in pairs:
+            for block in part.packed:
+                packed.setdefault(block.kind, []).append((block, shift))
+            for copy in part.archived:
+                copies.setdefault(copy.ticket, []).append(copy.moved(shift))
+        kept = None
+        if any(part.kept is not None for part in parts):
+            kept = tuple(at + shift for part, shift in pairs for at in part.dense)
+        return cls(
+            n_tokens=shifts[-1],
+            kept=kept,
+            packed=tuple(
+                PackedBlock.joined(*zip(*found, strict=True))
+                if len(found) > 1
+                else found[0][0].moved(found[0][1])
+                for found in packed.values()
+            ),
+            hidden=frozenset(at + shift for part, shift in pairs for at in part.hidden),
+            archived=tuple(_one_copy(found) for found in copies.values()),
+        ).or_none()
+
     def _split_kept(self, n_dense: int, n_head: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         kept = self.kept or ()
         return kept[:n_dense], tuple(at - n_head for at in kept[n_dense:])
@@ -153,6 +189,13 @@ class Residency:
                 first.append(head)
                 second.append(tail.moved(-n_head))
         return tuple(first), tuple(second)
+
+
+def _one_copy(copies: Sequence[Archived]) -> Archived:
+    """What is left of one archived copy here and there, as one."""
+    pairs = sorted(p for c in copies for p in zip(c.offsets, c.rows, strict=True))
+    offsets, rows = zip(*pairs, strict=True)
+    return replace(copies[0], offsets=offsets, rows=rows)
 
 
 def rows_at(offsets: Sequence[int], wanted: Collection[int]) -> list[int]:

@@ -95,3 +95,8 @@ class Tokens:
         """Have the first `n_head` tokens of `source`; its rows come by themselves."""
         self.token_ids, self.kinds = source.token_ids[:n_head], source.kinds[:n_head]
         self.residency = residency
+
+    def take_before(self, source: Tokens) -> None:
+        """Have the tokens of `source` before its own; where the rows are comes by itself."""
+        self.token_ids = source.token_ids + self.token_ids
+        self.kinds = source.kinds + self.kinds

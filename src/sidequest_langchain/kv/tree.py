@@ -1,7 +1,7 @@
 """The tree of segments: the life of a path, from `begin` to `commit` or `discard`.
 
 Finding and cutting are in `radix`, acts on rows in `acts`, `packing` and `keeping`, equal rows in
-`sharing`, letting go in `releasing`.
+`sharing`, segments in a row in `fusing`, letting go in `releasing`.
 
 One radix tree by token ids for each scope. It must not know a model, a graph or a thread:
 one owner calls it, from one thread at a time.
