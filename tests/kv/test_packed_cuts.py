@@ -55,6 +55,91 @@ def test_no_cut_changes_a_row_that_is_left(layout, bits, n_rows, data):
             assert found.is_contiguous()
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    bits=st.sampled_from([8, 4]),
+    exempt=st.sampled_from([(), (1,)]),
+    data=st.data(),
+)
+def test_no_joining_changes_a_row(layout, bits, exempt, data):
+    """Blocks that were cut and thinned, one after another or through each other, joined twice."""
+    parts, wanted = [], {}
+    step, stride = data.draw(st.sampled_from([(300, 1), (1, 3)]))
+    for n in range(3):
+        rows = rows_of(LAYOUTS[layout], n_rows := data.draw(st.integers(1, 150)), seed=n)
+        offsets = range(n, n + stride * n_rows, stride)
+        block = PackedBlock.pack(*rows, offsets, bits=bits, exempt=exempt)
+        if data.draw(st.booleans()):
+            block = block.without(data.draw(st.sets(st.integers(0, n_rows - 1)))) or block
+        if block.n_rows > 1 and data.draw(st.booleans()):
+            at = data.draw(st.integers(1, block.n_rows - 1))
+            block = block.split(at)[data.draw(st.integers(0, 1))]
+        shift = n * step * 3 // stride * (step > 1)
+        parts.append((block, shift))
+        for row, offset in enumerate(block.offsets):
+            wanted[offset + shift] = block, row
+    first = PackedBlock.joined(*zip(*parts[:2], strict=True))
+    for joined in (
+        PackedBlock.joined(*zip(*parts, strict=True)),
+        PackedBlock.joined([first, parts[2][0]], [0, parts[2][1]]),
+    ):
+        assert joined.offsets == tuple(sorted(wanted))
+        assert joined.n_bytes <= sum(b.n_bytes for b, _ in parts) + 8 * len(wanted)
+        check_joined(joined, wanted, len(rows[0]))
+        some = sorted(data.draw(st.sets(st.integers(0, joined.n_rows - 1))))
+        if (left := joined.without(some)) is not None:
+            check_joined(left, wanted, len(rows[0]))
+        if joined.n_rows > 1:
+            at = data.draw(st.integers(1, joined.n_rows - 1))
+            for part in joined.split(at):
+                check_joined(part, wanted, len(rows[0]))
+
+
+def check_joined(joined, wanted, n_layers):
+    for layer in range(n_layers):
+        loads = {id(b): b.load(layer) for b, _ in wanted.values()}
+        for i, found in enumerate(joined.load(layer)):
+            rows = [loads[id(b)][i][:, row] for b, row in (wanted[at] for at in joined.offsets)]
+            assert torch.equal(found, torch.stack(rows, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_groups_are_joined_without_a_byte_more(dtype):
+    layout = alike(dtype=dtype, dim=64)
+    blocks = [
+        PackedBlock.pack(*rows_of(layout, n, seed=n), range(n), bits=8) for n in (64, 192, 70)
+    ]
+    cut = blocks[0].split(10)[1]
+    joined = PackedBlock.joined([cut, *blocks[1:]], [0, 64, 256])
+    assert joined.n_bytes == cut.n_bytes + sum(b.n_bytes for b in blocks[1:])
+    # Where a group ends early, rows say in which they are.
+    ragged = PackedBlock.joined(blocks[::-1], [0, 70, 262])
+    assert ragged.n_bytes == sum(b.n_bytes for b in blocks) + 4 * ragged.n_rows
+    own = {t.untyped_storage().data_ptr() for n, t in joined.tensors().items() if n != "header"}
+    assert not own & {t.untyped_storage().data_ptr() for b in blocks for t in b.tensors().values()}
+
+
+def test_blocks_that_differ_are_not_joined():
+    rows = rows_of(alike(), 10)
+    plain, others = (
+        PackedBlock.pack(*rows, range(10), bits=8),
+        [
+            PackedBlock.pack(*rows, range(10), bits=4),
+            PackedBlock.pack(*rows, range(10), bits=8, exempt=(0,)),
+            PackedBlock.pack(*rows_of(alike(dim=8), 10), range(10), bits=8),
+            PackedBlock.pack(*rows_of(alike(dtype=torch.float16), 10), range(10), bits=8),
+        ],
+    )
+    for other in others:
+        with pytest.raises(ValueError, match="one kind"):
+            PackedBlock.joined([plain, other], [0, 10])
+    with pytest.raises(ValueError, match="one kind"):
+        PackedBlock.joined([], [])
+    with pytest.raises(ValueError, match="one offset"):
+        PackedBlock.joined([plain, plain], [0, 9])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_have_storages_of_their_own_and_their_own_size(dtype):
     layout = alike(dtype=dtype, dim=64)
