@@ -392,17 +392,23 @@ def test_budget_in_bytes_holds_at_the_peak(make_engine: MakeEngine) -> None:
     for n in range(10):
         budget_run(engine, n_calls=2)
         run(engine, ask([*ids(25), *ids(9, seed=n)], 6))
-    assert budget / 2 < engine.kv.usage().peak_bytes <= budget
+    # A call's own 14 rows end in room for 41. What is resident is at most 114 rows when a tip with
+    # 9 rows gets its 32 more; at the allocator it is 141 when such a tip closes, and its 14 again.
+    usage = engine.kv.usage()
+    assert usage.peak_resident_bytes == (114 + 32) * PER_TOKEN <= budget
+    assert usage.peak_bytes == (141 + 14) * PER_TOKEN
 
 
 def test_budget_in_bytes_holds_while_a_segment_is_split(make_engine: MakeEngine) -> None:
-    """What a split leaves is what the segment held; its copies are not counted in between."""
+    """What a split leaves is what the segment held; in between it is there twice."""
     budget = 145 * PER_TOKEN
     engine = make_engine(model_of(LLAMA), config=CacheConfig(budget_bytes=budget))
     run(engine, ask(ids(100), 1))
     result = run(engine, ask([*ids(60), *ids(9, seed=1)], 2))
     assert result.n_reused_tokens == 60
-    assert engine.kv.usage().peak_bytes <= budget
+    usage = engine.kv.usage()
+    assert usage.peak_resident_bytes == (100 + 9 + 32) * PER_TOKEN <= budget
+    assert usage.peak_bytes == (100 + 60 + 40) * PER_TOKEN
 
 
 def test_the_least_recently_used_goes_first(make_engine: MakeEngine) -> None:
@@ -458,7 +464,10 @@ def test_500_threads_under_a_budget(make_engine: MakeEngine) -> None:
         if n in (150, 499):
             gc.collect()
             n_objects.append(len(gc.get_objects()))
-    assert engine.kv.usage().peak_bytes <= 2**20
+    # 31 calls of 63 rows and a running one of 62 with its room to grow; it closes with a copy.
+    usage = engine.kv.usage()
+    assert usage.peak_resident_bytes == (31 * 63 + 62 + 32) * PER_TOKEN <= 2**20
+    assert usage.peak_bytes == usage.peak_resident_bytes + 63 * PER_TOKEN
     assert len(tree.paths) < 40
     assert len(tree._roots) < 40
     assert n_objects[1] - n_objects[0] < 350, "something is kept for each thread"
