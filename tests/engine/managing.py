@@ -32,7 +32,7 @@ Key = tuple[str, tuple[int, ...]]
 """A row: its scope, and the tokens up to it."""
 
 UNGUARDED = Guard(max_kl=None, canary_tokens=0)
-LITTLE = Protection(n_sink=2, recent_window=8, ends=0.0)
+LITTLE = Protection(n_sink=2, recent_window=8, ends=0.0, newest_tool_call=False)
 NO_PACKING = Tiers(int8=False, int4=False)
 
 

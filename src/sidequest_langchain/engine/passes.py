@@ -13,6 +13,8 @@ from torch import Tensor
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.adapter import ModelAdapter
 from sidequest_langchain.engine.scheduler import Share
+from sidequest_langchain.errors import BudgetExceeded
+from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.step_plan import Row
 from sidequest_langchain.kv.tree import SegmentTree
 from sidequest_langchain.policy.manager import Manager
@@ -35,6 +37,8 @@ class Passes:
         self._tree = tree
         self._config = config
         self._has_warned = False
+        self._together: list[Share] = []
+        """Shares of the step at hand, which run alone where they failed together."""
 
     def attempt(self, shares: list[Share]) -> Tensor | BaseException:
         """The logits of a pass, or what it failed with.
@@ -42,6 +46,8 @@ class Passes:
         The error is returned, not handled where it is caught: as long as it is being handled
         it keeps the activations of the failed pass, which a second try may need the room of.
         """
+        if len(shares) > 1 or not any(share is shares[0] for share in self._together):
+            self._together = shares
         try:
             return self._forward(shares)
         except BaseException as error:
@@ -93,10 +99,16 @@ class Passes:
             n_rows += tip.capacity_for(len(share.tokens), share.n_guesses) - tip.capacity
             n_tokens += len(share.tokens)
         n_bytes = n_rows * tree.bytes_per_token
-        if self._manager is None:
+        if self._manager is None or self._config.observe:
             self.keep_budget(n_bytes=n_bytes, n_tokens=n_tokens)
-        elif not self._config.observe:
-            self._manager.make_room(n_bytes, is_prefill=n_tokens > len(shares))
+        else:
+            try:
+                self._manager.make_room(n_bytes, is_prefill=n_tokens > len(shares))
+            except BudgetExceeded:
+                # Of those in one step the one that holds most is refused, and not the others.
+                heaviest = max(self._together, key=_own_bytes)
+                if len(shares) > 1 or shares[0] is heaviest or not _is_running(heaviest):
+                    raise
 
     def keep_budget(self, *, n_bytes: int = 0, n_tokens: int = 0) -> None:
         """Release what is idle until so much more fits into the budget."""
@@ -122,6 +134,24 @@ class Passes:
                 config.budget_bytes,
                 config.budget_tokens,
             )
+
+
+def _is_running(share: Share) -> bool:
+    path = share.sequence.path
+    return path is not None and path.is_running
+
+
+def _own_bytes(share: Share) -> int:
+    """Bytes that only this request needs; 0 once it is over."""
+    path = share.sequence.path
+    if path is None or not path.is_running:
+        return 0
+    n_bytes = 0
+    at: Segment | None = path.tip
+    while at is not None and len(at.children) <= 1 and at.paths <= {path}:
+        n_bytes += at.n_bytes
+        at = at.parent
+    return n_bytes
 
 
 def let_go(error: BaseException) -> None:

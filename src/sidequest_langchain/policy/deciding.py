@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,12 +59,26 @@ class DecisionEngine:
         Raises:
             BudgetExceeded: Even without every row that is not protected, the budget would be.
         """
-        facts = protect(facts, self._config.protection, self._token_weights)
+        facts = self._protected(facts)
         acts, failure = self._ask(facts)
         fine, refused = self._executor.check(acts, facts, segments)
         if must_free > 0 and planned_bytes(facts, fine) < must_free:
             fine = self._enough(facts, fine, must_free)
         return Decision(facts=facts, acts=tuple(fine), refused=tuple(refused), failure=failure)
+
+    def _protected(self, facts: CacheFacts) -> CacheFacts:
+        """The facts with masks; what was protected as a whole stays so, and precise."""
+        whole = {s.segment_id: s.protected for s in facts.segments if s.protected is not None}
+        facts = protect(facts, self._config.protection, self._token_weights)
+        if not whole:
+            return facts
+        segments = tuple(
+            replace(s, protected=whole[s.segment_id], precise=whole[s.segment_id])
+            if s.segment_id in whole
+            else s
+            for s in facts.segments
+        )
+        return replace(facts, segments=segments)
 
     def _ask(self, facts: CacheFacts) -> tuple[Sequence[Act], str]:
         try:

@@ -175,7 +175,7 @@ class Executor:
         else:
             table[..., torch.from_numpy(~this.resident)] = -1.0
         n_protected = int(protected.sum())
-        n_held = int((table[0, 0] >= 0).sum())
+        n_held = int((table >= 0).sum(-1).min())
         n_keep = min(max(act.n_keep, n_protected), n_held)
         return table.topk(n_keep, dim=-1).indices.sort(-1).values
 

@@ -139,7 +139,11 @@ class Gatherer:
         bits, scores = self._bits(segment), _scores(notes, n)
         norms = self._norms(segment) if Need.NORMS in self._needs else (None, None)
         similar = self._redundancy(segment) if Need.REDUNDANCY in self._needs else None
-        may_change = is_free and not segment.is_open and self._may_change(segment)
+        may_change = is_free and not segment.is_open
+        is_agreed = self._may_change(segment)
+        # Who agreed to nothing loses no row; but what idles may be released, which is exact.
+        is_whole = may_change and not is_agreed and not (is_active or n_readers)
+        may_change = may_change and (is_agreed or is_whole)
         return SegmentFacts(
             segment_id=segment.segment_id,
             parent_id=parent_id,
@@ -156,6 +160,7 @@ class Gatherer:
             is_active=is_active,
             depth=depth,
             may_change=may_change,
+            protected=np.ones(n, bool) if is_whole else None,
             redundancy=similar,
             key_norm=norms[0],
             value_norm=norms[1],
@@ -182,9 +187,13 @@ class Gatherer:
             return np.full(segment.n_tokens, full, np.uint8)
         bits = np.zeros(segment.n_tokens, np.uint8)
         if managed.kept_by_head is not None:
-            # By its share: heads differ in which tokens they hold, not in how many.
-            held = np.unique(managed.kept_by_head.cpu().numpy())
-            bits[held[held < segment.n_tokens]] = full
+            # Heads differ in which tokens they hold, not in how many: those that most of them hold
+            # stand for all, so that there are as many as there are rows.
+            held = managed.kept_by_head.cpu()
+            counts = torch.bincount(held.flatten(), minlength=segment.n_tokens + 1)
+            n_rows = int((held < segment.n_tokens).sum(-1).max()) if held.numel() else 0
+            most = counts[: segment.n_tokens].sort(descending=True, stable=True).indices[:n_rows]
+            bits[most.numpy()] = full
             return bits
         bits[list(managed.dense)] = full
         for block in managed.packed:
