@@ -25,7 +25,7 @@ TALK = [S("Keep to the plan"), H("Hi"), A(f"{STORY} {SECRET} {STORY}"), H("Go on
 NOTHING = Protection(n_sink=2, recent_window=16, ends=0.0)
 
 
-def managed(budget: int = 300, **settings) -> CacheConfig:
+def managed(budget: int | None = 300, **settings) -> CacheConfig:
     return CacheConfig(
         **{
             "policy": "window",
@@ -150,7 +150,7 @@ def test_an_answer_tells_what_was_done_meanwhile_and_only_that(make_chat, way):
 
 
 def test_packed_rows_are_counted_as_such(make_chat):
-    chat = make_chat(cache=managed(policy="staged"))
+    chat = make_chat(cache=managed(None, budget_bytes=300 * 512, policy="staged"))
     told = chat.invoke(TALK).response_metadata["sidequest"]["managed"]
     packed = [r for r in acts(chat) if r.verb == "compress"]
     assert told["compressed_rows"] == sum(r.n_rows for r in packed) > 0
