@@ -243,3 +243,16 @@ def test_the_parent_keeps_nothing_alive(grove):
     assert child.parent is not parent
     assert parent not in child.parent.children
     grove.tree.commit(path)
+
+
+def test_no_sweep_finds_the_parent(grove):
+    one = grove.run("ab")
+    parent = one.tip
+    two = grove.begin("abcd")
+    grove.feed(two, "cd")
+    grove.tree.commit(two)
+    assert parent in grove.tree.idle
+    grove.release(one.label.call_id)
+    assert grove.tree.fuse(two.tip, 99) == 1
+    assert parent not in grove.tree.idle
+    assert grove.tree.sweep(lambda: True) == bytes_of(4)

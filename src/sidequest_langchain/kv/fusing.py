@@ -142,7 +142,7 @@ class FusingTree(SharingTree):
 
 
 def _can_fuse(parent: Segment, child: Segment) -> bool:
-    is_only = child.parent is parent and parent.children == [child] and not parent.paths
+    is_only = parent.children == [child] and not parent.paths
     return is_only and all(
         not (s.is_open or s.n_pins or s.kept_by_head is not None) for s in (parent, child)
     )
