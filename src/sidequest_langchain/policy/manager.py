@@ -8,7 +8,6 @@ from pathlib import Path
 
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.errors import BudgetExceeded, CacheError
-from sidequest_langchain.kv.archive import Archive
 from sidequest_langchain.kv.segment import Path as TreePath
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.tree import SegmentTree
@@ -16,7 +15,7 @@ from sidequest_langchain.policy.cycle import Cycles
 from sidequest_langchain.policy.deciding import DecisionEngine
 from sidequest_langchain.policy.executor import Executor
 from sidequest_langchain.policy.facts import Reason
-from sidequest_langchain.policy.gathering import Gatherer
+from sidequest_langchain.policy.gathering import Gatherer, running_tips
 from sidequest_langchain.policy.guard import Canary, Forward
 from sidequest_langchain.policy.limits import Limits
 from sidequest_langchain.policy.monitor import Monitor
@@ -24,7 +23,7 @@ from sidequest_langchain.policy.probabilities import sampled_layers
 from sidequest_langchain.policy.receipting import Decode
 from sidequest_langchain.policy.receipts import ActReceipt, ReceiptLog
 from sidequest_langchain.policy.registry import policy_for
-from sidequest_langchain.policy.returning import Returns
+from sidequest_langchain.policy.returning import Returns, archive_for
 from sidequest_langchain.policy.schedule import next_interval
 
 EXACT = "\x00exact"
@@ -103,8 +102,9 @@ class Manager:
         self._recalled: dict[Segment, int] = {}
         """Segments that came back, and the step up to which they stay as they are."""
         self._fingerprint = fingerprint
+        tree.on_fuse = self.monitor.notebook.join
         tree.most_joined_rows = block_rows
-        tree.archive = self._archive = _archive(config, fingerprint())
+        tree.archive = self._archive = archive_for(config, fingerprint())
         self._returns = Returns(tree, self.monitor, make_room=self._make_room_to_return)
         is_adaptive = config.interval == "adaptive"
         self._interval = FIRST_INTERVAL if is_adaptive else int(config.interval)
@@ -113,7 +113,7 @@ class Manager:
         self._headroom_then = 0.0
         self._begun = 0.0
         self.seconds = 0.0
-        """Time spent on management, the monitor's part of a forward pass not counted."""
+        """Spent on management, the monitor's part of a forward pass not counted."""
 
     @property
     def budget_bytes(self) -> int | None:
@@ -247,9 +247,18 @@ class Manager:
                 self._refresh_fingerprint()
                 if self._cycles.limits.is_tight(n_bytes):
                     self._seal_all()
-                self._cycles.run(reason, n_bytes)
+                if self._cycles.run(reason, n_bytes):
+                    self._fuse()
         finally:
             self.seconds += time.perf_counter() - begun
+
+    def _fuse(self) -> None:
+        """Let the pieces of running paths that have become short be read as one; exact."""
+        self.monitor.read_masses()
+        for tip in running_tips(self._tree):
+            for segment in tip.path():
+                self.monitor.notes_of(segment)
+            self._tree.fuse(tip, self._block_rows)
 
     def _seal_all(self) -> None:
         """Let go of open tips' older rows too, before the budget is said to be too small."""
@@ -274,18 +283,9 @@ class Manager:
         if not self._cycles.is_due():
             return False
         try:
-            return bool(self._cycles.run(reason))
+            has_acted = bool(self._cycles.run(reason))
         except CacheError:
             return False
-
-
-def _archive(config: CacheConfig, fingerprint: Mapping[str, str]) -> Archive | None:
-    tiers = config.tiers
-    if not tiers.cpu_bytes and not tiers.disk_bytes:
-        return None
-    return Archive(
-        fingerprint=fingerprint,
-        cpu_bytes=tiers.cpu_bytes,
-        disk_bytes=tiers.disk_bytes,
-        folder=None if tiers.archive_folder is None else Path(tiers.archive_folder),
-    )
+        if has_acted:
+            self._fuse()
+        return has_acted

@@ -158,6 +158,29 @@ class Notebook:
         self._notes[segment] = notes
         return notes
 
+    def join(self, parent: Segment, child: Segment) -> None:
+        """Let a child that is about to take in its parent's tokens have its notes, too.
+
+        The masses add up: both were read by the same queries. Notes must not be those from before
+        a cut: `of` every segment of the path first. The parent may have joined its own parent's
+        a moment ago, so that its notes begin before its tokens do.
+        """
+        head, tail = self._notes.get(parent) or self.of(parent), self.of(child)
+        n_head, n_tail = parent.end - head.start, child.n_tokens
+        new = head.part(0, n_head)
+        new.reach(n_head + n_tail)
+        for name in _ARRAYS:
+            cast(Tensor, getattr(new, name))[n_head:] = cast(Tensor, getattr(tail, name))[:n_tail]
+        if tail.heads is not None:
+            if new.heads is None:
+                new.heads = tail.heads.new_zeros(*tail.heads.shape[:2], n_head + n_tail)
+            new.heads[..., n_head:] = tail.heads[..., :n_tail]
+        new.mass = head.mass + tail.mass
+        new.n_reads, new.last_step = tail.n_reads, max(head.last_step, tail.last_step)
+        new.is_archived_idle = head.is_archived_idle or tail.is_archived_idle
+        self._notes.pop(parent, None)
+        self._notes[child] = new
+
     def _leave_to_heads(self, segment: Segment, notes: Notes) -> None:
         """Give what was cut off a segment its notes before they are shortened."""
         at = segment.parent

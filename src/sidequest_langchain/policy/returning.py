@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.errors import ArchiveError
+from sidequest_langchain.kv.archive import Archive
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.tree import SegmentTree
 from sidequest_langchain.policy.monitor import Monitor
@@ -166,3 +169,20 @@ def _resident(segment: Segment) -> set[int]:
     if managed.kept_by_head is None:
         found |= set(managed.dense)
     return found - managed.hidden
+
+
+def archive_for(config: CacheConfig, fingerprint: Mapping[str, str]) -> Archive | None:
+    """The archive that settings name tiers for.
+
+    Raises:
+        ArchiveError: Nothing can be written to its folder.
+    """
+    tiers = config.tiers
+    if not tiers.cpu_bytes and not tiers.disk_bytes:
+        return None
+    return Archive(
+        fingerprint=fingerprint,
+        cpu_bytes=tiers.cpu_bytes,
+        disk_bytes=tiers.disk_bytes,
+        folder=None if tiers.archive_folder is None else Path(tiers.archive_folder),
+    )
