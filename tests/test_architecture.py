@@ -71,6 +71,7 @@ HANDS_ON = {
     "notes",
     "probabilities",
     "receipting",
+    "recording",
     "returning",
 }
 """Modules of the policy room that touch tensors or the tree; the others see facts."""

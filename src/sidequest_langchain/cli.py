@@ -32,6 +32,7 @@ examples:
   sidequest demo --help          its options
   sidequest bench --help         this package and its peers on the same work
   sidequest eval --help          what a managed cache costs in quality
+  sidequest trace --help         record attention, for fit-importance to learn from
 
 Models are kept in a folder of the user's cache, or of SIDEQUEST_HOME.
 """
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _bench(words[1:])
         if words[:1] == ["eval"]:
             return _eval(words[1:])
+        if words[:1] in (["trace"], ["fit-importance"]):
+            return _learn(words[0], words[1:])
         return _run(_parser().parse_args(words))
     except SystemExit as leaving:  # argparse: after --help, --version, or a mistake
         return leaving.code if isinstance(leaving.code, int) else 2
@@ -101,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("bench", help="measure this package and its peers", add_help=False)
     commands.add_parser(
         "eval", help="measure what a managed cache costs in quality", add_help=False
+    )
+    commands.add_parser("trace", help="record attention, to learn from", add_help=False)
+    commands.add_parser(
+        "fit-importance", help="learn from traces which tokens will be needed", add_help=False
     )
     return parser
 
@@ -230,6 +237,13 @@ def _eval(words: list[str]) -> int:
     command = importlib.import_module("sidequest_langchain.evaluation.command")
     task = importlib.import_module("sidequest_langchain.examples.tree_of_thoughts.evaluating")
     return int(command.main(words, solvers={task.TASK.name: (task.TASK, task.solve)}))
+
+
+def _learn(command: str, words: list[str]) -> int:
+    """Record traces, or fit an importance predictor to them."""
+    room = {"trace": "tracing", "fit-importance": "learning"}[command]
+    module = importlib.import_module(f"sidequest_langchain.evaluation.{room}")
+    return int(module.main(words))
 
 
 def _size_below(folder: Path) -> str:

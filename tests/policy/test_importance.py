@@ -10,9 +10,10 @@ from safetensors.numpy import save_file
 
 from sidequest_langchain.errors import ConfigError
 from sidequest_langchain.kinds import TokenKind
-from sidequest_langchain.policy.fitting import _gradients, fit, judge, recall
+from sidequest_langchain.policy.fitting import _gradients, fit, fit_cycles, judge, recall
 from sidequest_langchain.policy.importance import FEATURES, MLP, features_of, predict
 from sidequest_langchain.policy.staged import EvictStaged
+from sidequest_langchain.policy.traces import Cycle
 from tests.policy.making import cache, evicted, segment
 
 BASE = FEATURES.index("log_importance")
@@ -32,14 +33,14 @@ def traces(seed, n_cycles=40, n=100):
         importance = rng.gamma(1.0, 0.01, n)
         facts = cache(segment(1, "".join(kinds), importance=importance))
         future = importance * np.where(kinds == "r", 4.0, 1.0) * rng.gamma(4.0, 0.25, n)
-        cycles.append((features_of(facts, facts.segments[0]), future.astype(np.float32)))
+        features = features_of(facts, facts.segments[0])
+        cycles.append(Cycle(f"made {seed} {len(cycles)}", features, future.astype(np.float32)))
     return cycles
 
 
 @pytest.fixture(scope="module")
 def fitted():
-    cycles = traces(1)
-    return fit(*(np.concatenate(part) for part in zip(*cycles, strict=True)), seed=3)
+    return fit_cycles(traces(1), seed=3, n_hidden=32)
 
 
 def test_features_are_what_their_names_say():
@@ -87,7 +88,7 @@ def test_it_learns_what_the_average_does_not_know(fitted):
         assert found["average"] + 0.04 < most
         assert most - 0.005 < found["predicted"] <= found["best"] <= 1
     # The rate itself is right, not only the order: four times for tool results.
-    features = held_out[0][0]
+    features = held_out[0].features
     factor = fitted(features) / np.exp(features[:, BASE])
     is_result = features[:, RESULT] == 1
     assert np.median(factor[is_result]) == pytest.approx(4, rel=0.3)
@@ -95,7 +96,8 @@ def test_it_learns_what_the_average_does_not_know(fitted):
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_others():
-    x, y = traces(1, n_cycles=2)[0]
+    (cycle,) = traces(1, n_cycles=1)
+    x, y = cycle.features, cycle.future
     one, same, other = (fit(x, y, seed=s, n_epochs=2) for s in (1, 1, 2))
     assert all(np.array_equal(one.tensors[k], same.tensors[k]) for k in one.tensors)
     assert not np.array_equal(one.tensors["hidden"], other.tensors["hidden"])
@@ -136,7 +138,7 @@ def test_it_is_small_and_comes_back_as_it_was(fitted, tmp_path):
     assert path.stat().st_size < 8000
     assert fitted.n_bytes < 6000
     assert [p.name for p in tmp_path.iterdir()] == ["weights.safetensors"]
-    features = traces(5, n_cycles=1)[0][0]
+    features = traces(5, n_cycles=1)[0].features
     assert np.array_equal(MLP.load(path)(features), fitted(features))
 
 
@@ -180,7 +182,7 @@ def test_what_cannot_be_learned_from_is_refused(x, y):
 
 
 def test_targets_of_nothing_do_not_break_training():
-    x = traces(1, n_cycles=1)[0][0]
+    x = traces(1, n_cycles=1)[0].features
     model = fit(x, np.zeros(len(x)), seed=0, n_epochs=1)
     assert np.isfinite(model(x)).all()
 

@@ -100,6 +100,10 @@ class CacheConfig(Settings):
     """Evicted rows are hidden, not removed: frees nothing, for finding faults."""
     observed_layers: int | tuple[int, ...] = 4
     """Layers whose attention is looked at: so many, evenly spread, or these."""
+    predictor: Path | str = "auto"
+    """What guesses the attention that a token will get: `"auto"` is the learned predictor that
+    comes with the package for this model, and the moving average of attention where there is none;
+    `"none"` is always the average; a path is weights of `sidequest fit-importance`."""
     receipts_file: Path | str | None = None
     """JSON lines, one for each act."""
 
@@ -185,6 +189,8 @@ class CacheConfig(Settings):
         if not isinstance(layers, (tuple, list)) or not layers:
             check_count("observed_layers", layers or 0)
         object.__setattr__(self, "receipts_file", as_path("receipts_file", self.receipts_file))
+        if self.predictor not in ("auto", "none"):
+            object.__setattr__(self, "predictor", as_path("predictor", self.predictor or 0))
         _check_policy(self.policy)
 
     def _check_contradictions(self) -> None:

@@ -20,7 +20,7 @@ from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.adapter import ModelAdapter
 from sidequest_langchain.engine.counters import Counters
 from sidequest_langchain.engine.managing import manager_for
-from sidequest_langchain.engine.pacing import prefill_chunk_of, scheduler_for
+from sidequest_langchain.engine.pacing import scheduler_for
 from sidequest_langchain.engine.passes import Passes, let_go
 from sidequest_langchain.engine.replies import Reply, ReplyLog
 from sidequest_langchain.engine.request import Failed, Finished, FinishReason
@@ -41,14 +41,17 @@ class EngineCore:
     """Model, tree and scheduler, with the loop that one thread runs."""
 
     def __init__(
-        self, adapter: ModelAdapter, config: CacheConfig, tokenizer: ChatTokenizer | None = None
+        self,
+        adapter: ModelAdapter,
+        config: CacheConfig,
+        tokenizer: ChatTokenizer | None = None,
+        name: str = "",
     ) -> None:
         self.adapter = adapter
         self.tree = SegmentTree(adapter.layout)
         self.replies = ReplyLog()
         self.counters = Counters()
-        chunk = prefill_chunk_of(adapter, config)
-        self.manager = manager_for(adapter, self.tree, config, tokenizer, prefill_chunk=chunk)
+        self.manager = manager_for(adapter, self.tree, config, tokenizer, name=name)
         self._passes = Passes(adapter, self.tree, config, self.manager)
         prepare = None if self.manager is None else self.manager.prepare
         self._scheduler = scheduler_for(adapter, self.tree, config, prepare)

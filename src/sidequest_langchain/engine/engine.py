@@ -82,7 +82,7 @@ class Engine:
         self.vocab_size = adapter.vocab_size
         eos = tokenizer.eos_token_id
         self.eos_ids = adapter.eos_ids | (frozenset() if eos is None else {int(eos)})
-        self._core = EngineCore(adapter, self.config, self.tokenizer)
+        self._core = EngineCore(adapter, self.config, self.tokenizer, self.name)
         self.origin: object = None
         """What the weights came from; kept alive with the engine."""
         self.replies = self._core.replies

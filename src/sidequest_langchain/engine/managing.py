@@ -12,8 +12,10 @@ import torch
 
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.adapter import ModelAdapter
+from sidequest_langchain.engine.pacing import prefill_chunk_of
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
 from sidequest_langchain.kv.tree import SegmentTree
+from sidequest_langchain.policy.importance import predictor_for
 from sidequest_langchain.policy.manager import Manager, is_managed
 
 MOST_BLOCK_ROWS = 256
@@ -27,12 +29,19 @@ def manager_for(
     config: CacheConfig,
     tokenizer: ChatTokenizer | None,
     *,
-    prefill_chunk: int,
+    name: str = "",
 ) -> Manager | None:
     """The manager that settings ask for; `None` where all of it is exact.
 
+    Args:
+        adapter: Runs the model.
+        tree: Managed.
+        config: Settings.
+        tokenizer: Of the model.
+        name: Of the model: chooses what was learned about it.
+
     Raises:
-        ConfigError: There is no policy of that name.
+        ConfigError: There is no policy of that name, or no such weights of a predictor.
         ArchiveError: Nothing can be written to the archive's folder.
     """
     if not is_managed(config):
@@ -42,10 +51,11 @@ def manager_for(
         config,
         forward=adapter.forward,
         decode=str if tokenizer is None else _words(tokenizer),
-        block_rows=min(prefill_chunk, MOST_BLOCK_ROWS),
+        block_rows=min(prefill_chunk_of(adapter, config), MOST_BLOCK_ROWS),
         token_weights={} if tokenizer is None else _weights(config, tokenizer),
         fingerprint=lambda: fingerprint(adapter, tokenizer),
         device_bytes=memory_of(adapter.device),
+        predictor=predictor_for(config.predictor, name),
     )
 
 

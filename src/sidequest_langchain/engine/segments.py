@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
 
+from sidequest_langchain.config import Protection
 from sidequest_langchain.engine.core import EngineCore
 from sidequest_langchain.engine.drawing import draw
 from sidequest_langchain.errors import ConfigError, EngineClosedError
@@ -18,6 +19,7 @@ from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.labels import PathSelector
 from sidequest_langchain.policy.manager import Manager
 from sidequest_langchain.policy.receipts import ActReceipt, RunReceipt
+from sidequest_langchain.policy.recording import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +206,35 @@ class KVSegments:
                 self._observers.remove(observer)
 
         return undo
+
+    @contextlib.contextmanager
+    def recording(
+        self, sample: str, protection: Protection, *, every: int, horizon: int
+    ) -> Iterator[Recorder]:
+        """Record a trace of what runs meanwhile, for training; see `Recorder`.
+
+        Raises:
+            ConfigError: The settings neither manage nor observe.
+        """
+        core, manager = self._core, self._manager()
+
+        def begin() -> Recorder:
+            recorder = Recorder(
+                manager.monitor, core.tree, protection=protection, every=every, horizon=horizon
+            )
+            recorder.sample = sample
+            manager.monitor = recorder
+            return recorder
+
+        def end() -> None:
+            recorder.end_sample()
+            manager.monitor = recorder.inner
+
+        recorder = core.call(begin).result()
+        try:
+            yield recorder
+        finally:
+            core.call(end).result()
 
     def check_integrity(self) -> None:
         """Recount everything.

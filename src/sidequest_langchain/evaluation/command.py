@@ -69,8 +69,13 @@ def main(
     words = list(sys.argv[1:] if argv is None else argv)
     more = dict(solvers or {})
     args = _parser(more).parse_args(words)
+    return reported(lambda: _run(args, words, more))
+
+
+def reported(run: Callable[[], int]) -> int:
+    """The exit status of a command; what it fails with is one line on standard error."""
     try:
-        return _run(args, words, more)
+        return run()
     except ConfigError as error:
         return _fail(str(error), status=2)
     except (SideQuestError, OSError) as error:
@@ -93,7 +98,7 @@ def _run(
         "seed": args.seed,
     }
     log = ResultLog(args.out, settings)
-    with _progress() as say:
+    with progress() as say:
         say(f"loading {args.model}")
         runner = Runner(args.model, log, say)
         runner.run(plan, {name: solve for name, (_, solve) in more.items()})
@@ -145,7 +150,7 @@ def _plan(args: argparse.Namespace, known: Mapping[str, Task]) -> Plan:
         ConfigError: They ask for what is not there.
     """
     names = args.tasks.split(",") if args.tasks else list(TASKS)
-    _require_known("task", names, list(known))
+    require_known("task", names, list(known))
     policies = args.policies.split(",") if args.policies else list(POLICIES)
     try:
         budgets = [float(word) for word in args.budgets.split(",")]
@@ -167,7 +172,12 @@ def _plan(args: argparse.Namespace, known: Mapping[str, Task]) -> Plan:
     )
 
 
-def _require_known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+def require_known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse a name that is not known.
+
+    Raises:
+        ConfigError: As said.
+    """
     for name in names:
         if name not in known:
             msg = f"no {what} is called {name!r}; there are {', '.join(known)}"
@@ -186,7 +196,7 @@ def _without_files(words: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
+def progress() -> Iterator[Callable[[str], None]]:
     """One line for everything begun; on a terminal a spinner shows what runs now."""
     console = Console(stderr=True)
     began_s = time.monotonic()

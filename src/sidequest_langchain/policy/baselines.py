@@ -154,7 +154,7 @@ class RKV(ByScore):
 
     def score(self, facts: CacheFacts, segment: SegmentFacts) -> Floats:
         """Pooled attention; see `scores`."""
-        return pooled(segment.score, self.pool)
+        return pooled(segment.importance, self.pool)
 
     def scores(self, facts: CacheFacts) -> Scores:
         """Both shares are of all rows, so that segments compare."""

@@ -14,6 +14,7 @@ from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.policy.acts import Act, Archive, Evict, EvictByHead
 from sidequest_langchain.policy.executor import Executor, Refusal
 from sidequest_langchain.policy.facts import CacheFacts, Policy, checked
+from sidequest_langchain.policy.importance import Predictor, predict
 from sidequest_langchain.policy.protection import protect
 from sidequest_langchain.policy.selection import Draft, by_head
 
@@ -25,7 +26,7 @@ class Decision:
     """What is to be done in a cycle."""
 
     facts: CacheFacts
-    """With masks of what is protected."""
+    """With masks of what is protected, and predictions where a predictor runs."""
     acts: tuple[Act, ...]
     refused: tuple[Refusal, ...]
     failure: str = ""
@@ -41,8 +42,10 @@ class DecisionEngine:
         config: CacheConfig,
         executor: Executor,
         token_weights: Mapping[int, float],
+        predictor: Predictor | None = None,
     ) -> None:
         self.policy = policy
+        self._predictor = predictor
         self._config = config
         self._executor = executor
         self._token_weights = token_weights
@@ -70,6 +73,8 @@ class DecisionEngine:
         """The facts with masks; what was protected as a whole stays so, and precise."""
         whole = {s.segment_id: s.protected for s in facts.segments if s.protected is not None}
         facts = protect(facts, self._config.protection, self._token_weights)
+        if self._predictor is not None:
+            facts = predict(facts, self._predictor)
         if not whole:
             return facts
         segments = tuple(

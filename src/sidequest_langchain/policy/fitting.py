@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 
 import numpy as np
 import numpy.typing as npt
 
+from sidequest_langchain.errors import ConfigError
 from sidequest_langchain.policy.facts import Floats
 from sidequest_langchain.policy.importance import FEATURES, MLP, TENSORS, Predictor
+from sidequest_langchain.policy.traces import Cycle
 
 Weights = dict[str, npt.NDArray[np.float64]]
 BASE = FEATURES.index("log_importance")
+SHARES = (0.5, 0.35, 0.2)
+"""Of the rows, kept, where scores are judged."""
+NORMS = ("has_norms", "log_key_norm", "log_value_norm")
 
 
 def fit(
@@ -85,35 +91,110 @@ def recall(scores: Floats, future: Floats, share: float) -> float:
     return float(future[best].sum()) / total
 
 
+def _column(name: str) -> Callable[[Floats], Floats]:
+    at = FEATURES.index(name)
+    return lambda features: features[:, at]
+
+
+def _window(features: Floats) -> Floats:
+    """As SnapKV's policy ranks: what no window saw, by its average."""
+    window, average = _column("log_window")(features), features[:, BASE]
+    return np.where(window > window.min(initial=0.0), window, average)
+
+
+def _accumulated(features: Floats) -> Floats:
+    """The plain sum of H2O, from its mean and its count."""
+    n_seen = np.expm1(_column("log_n_seen")(features))
+    return np.asarray(np.exp(_column("log_accumulated")(features)) * n_seen, np.float32)
+
+
+BASELINES: Mapping[str, Callable[[Floats], Floats]] = {
+    "average": _column("log_importance"),
+    "last": _column("log_last"),
+    "window": _window,
+    "accumulated": _accumulated,
+    "accumulated a query": _column("log_accumulated"),
+}
+"""Scores that need no training: our moving average, TOVA, SnapKV (not pooled), and H2O's sum, plain
+and divided by the queries that could see the token."""
+
+
 def judge(
-    predictor: Predictor,
-    cycles: Sequence[tuple[Floats, Floats]],
-    shares: Sequence[float] = (0.5, 0.35, 0.2),
-) -> dict[float, Mapping[str, float]]:
-    """Mean recall over cycles at each kept share: of the predictor, the moving average, the best.
+    predictor: Predictor, cycles: Sequence[Cycle], shares: Sequence[float] = SHARES
+) -> dict[float, dict[str, float]]:
+    """Mean recall over cycles at each kept share.
 
     Args:
         predictor: To be judged.
-        cycles: Features and future attention of the rows of one cycle each, held out of training.
+        cycles: Held out of training.
         shares: Kept.
 
     Returns:
-        By share: `{"predicted": ..., "average": ..., "best": ...}`; `best` knows the future.
+        By share, by score: `"predicted"`, those of `BASELINES`, and `"best"`, which knows the
+        future.
     """
-    table: dict[float, Mapping[str, float]] = {}
-    for share in shares:
-        found = [
-            (
-                recall(predictor(features), future, share),
-                recall(features[:, BASE], future, share),
-                recall(future, future, share),
-            )
-            for features, future in cycles
-        ]
-        means = np.mean(found, axis=0) if found else np.full(3, np.nan)
-        names = ("predicted", "average", "best")
-        table[share] = {name: float(mean) for name, mean in zip(names, means, strict=True)}
+    table: dict[float, dict[str, float]] = {share: {} for share in shares}
+    scorers = {"predicted": predictor, **BASELINES}
+    for name in (*scorers, "best"):
+        found = [(scorers[name](c.features) if name in scorers else c.future) for c in cycles]
+        for share in shares:
+            recalls = [recall(s, c.future, share) for s, c in zip(found, cycles, strict=True)]
+            table[share][name] = fmean(recalls) if recalls else float("nan")
     return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """By how much a predictor's recall is above that of the moving average at one kept share."""
+
+    mean: float
+    """Over whole samples, each as the mean of its cycles."""
+    error: float
+    """Standard error of the mean; samples are what was drawn, cycles of one are much alike."""
+    n_won: int
+    n_samples: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the mean is above zero by more than two standard errors."""
+        return self.n_samples > 1 and self.mean > 2 * self.error
+
+
+def gains(
+    predictor: Predictor, cycles: Sequence[Cycle], shares: Sequence[float] = SHARES
+) -> dict[float, Gain]:
+    """What a predictor gains over the moving average, by kept share."""
+    found: dict[float, list[float]] = {share: [] for share in shares}
+    for sample in dict.fromkeys(cycle.sample for cycle in cycles):
+        own = judge(predictor, [c for c in cycles if c.sample == sample], shares)
+        for share in shares:
+            found[share].append(own[share]["predicted"] - own[share]["average"])
+    return {
+        share: Gain(
+            mean=fmean(each) if each else 0.0,
+            error=stdev(each) / len(each) ** 0.5 if len(each) > 1 else 0.0,
+            n_won=sum(gain > 0 for gain in each),
+            n_samples=len(each),
+        )
+        for share, each in found.items()
+    }
+
+
+def fit_cycles(cycles: Sequence[Cycle], *, seed: int, n_hidden: int = 16) -> MLP:
+    """Train a predictor on the rows of some cycles; see `fit`.
+
+    Norms of keys and values are left out: a cycle that reads them costs a pass over the keys.
+
+    Raises:
+        ConfigError: There is nothing to learn from.
+    """
+    if not sum(len(cycle.future) for cycle in cycles):
+        msg = "the traces hold no rows to learn from; record longer samples, or more of them"
+        raise ConfigError(msg)
+    features = np.concatenate([cycle.features for cycle in cycles])
+    features[:, [FEATURES.index(name) for name in NORMS]] = 0.0
+    future = np.concatenate([cycle.future for cycle in cycles])
+    return fit(features, future, seed=seed, n_hidden=n_hidden)
 
 
 @dataclass
@@ -141,10 +222,13 @@ def _first_weights(
     scale = x.std(axis=0)
     # Means agree from the beginning; the output layer adds nothing yet.
     base = max(float(np.exp(x[:, BASE]).mean()), 1e-12)
+    hidden = rng.normal(0.0, x.shape[1] ** -0.5, (x.shape[1], n_hidden))
+    # What never changed in training says nothing, whatever it is later.
+    hidden[scale <= 1e-6] = 0.0
     return {
         "mean": x.mean(axis=0),
         "scale": np.where(scale > 1e-6, scale, 1.0),
-        "hidden": rng.normal(0.0, x.shape[1] ** -0.5, (x.shape[1], n_hidden)),
+        "hidden": hidden,
         "hidden_bias": np.zeros(n_hidden),
         "out": np.zeros(n_hidden),
         "out_bias": np.log([max(float(y.mean()), 1e-12) / base]),

@@ -6,7 +6,7 @@ It must not know how it was trained; see `fitting`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -46,6 +46,8 @@ FEATURES = (
 )
 """The columns, in order. Weights that were made for other columns are refused."""
 
+DATA = Path(__file__).with_name("data")
+"""Weights that come with the package, by model."""
 TENSORS = ("mean", "scale", "hidden", "hidden_bias", "out", "out_bias")
 
 
@@ -59,37 +61,79 @@ class Predictor(Protocol):
 
 def features_of(facts: CacheFacts, segment: SegmentFacts) -> Floats:
     """What is known of each token, `[n_tokens, len(FEATURES)]`; absent norms are 0."""
-    n = segment.n_tokens
-    positions = segment.start + np.arange(n)
-    mean_seen = segment.accumulated / np.maximum(segment.n_seen, 1)
-    has_norms = segment.key_norm is not None and segment.value_norm is not None
-    zeros = np.zeros(n)
-    columns = {
-        "log_importance": _log(segment.importance),
-        "log_last": _log(segment.last),
-        "log_window": _log(np.nan_to_num(segment.window)),
-        "log_accumulated": _log(mean_seen),
-        "log_n_seen": np.log1p(segment.n_seen),
-        "log_position": np.log1p(positions),
-        "log_distance": np.log1p(np.maximum(0, facts.n_seen - positions)),
-        "log_age": np.full(n, np.log1p(segment.age)),
-        "log_mass": np.full(n, _log(np.asarray(segment.mass))),
-        "depth": np.full(n, float(segment.depth)),
-        "is_active": np.full(n, float(segment.is_active)),
-        "has_norms": np.full(n, float(has_norms)),
-        "log_key_norm": np.log1p(segment.key_norm) if segment.key_norm is not None else zeros,
-        "log_value_norm": np.log1p(segment.value_norm) if segment.value_norm is not None else zeros,
-    }
-    kinds = np.eye(len(TokenKind))
-    of_segment = np.broadcast_to(kinds[_kind_of(segment)], (n, len(TokenKind)))
-    numbers = np.stack([columns[name] for name in NUMBERS], axis=1)
-    return np.concatenate([numbers, kinds[segment.kinds], of_segment], axis=1).astype(np.float32)
+    return _features(facts, (segment,))
 
 
 def predict(facts: CacheFacts, predictor: Predictor) -> CacheFacts:
     """The facts with `predicted` of every segment filled in."""
-    segments = tuple(replace(s, predicted=predictor(features_of(facts, s))) for s in facts.segments)
+    if not facts.segments:
+        return facts
+    found = predictor(_features(facts, facts.segments))
+    ends = np.cumsum([s.n_tokens for s in facts.segments])
+    segments = tuple(
+        replace(s, predicted=found[end - s.n_tokens : end])
+        for s, end in zip(facts.segments, ends, strict=True)
+    )
     return replace(facts, segments=segments)
+
+
+def _features(facts: CacheFacts, segments: Sequence[SegmentFacts]) -> Floats:
+    """The features of all tokens of some segments, `[n, F]`: one pass, since segments are many."""
+    lengths = [s.n_tokens for s in segments]
+    of = np.repeat(np.arange(len(segments)), lengths)
+
+    def tokens(name: str) -> npt.NDArray[np.float32]:
+        return np.concatenate([getattr(s, name) for s in segments])
+
+    def norms(name: str) -> npt.NDArray[np.float32]:
+        zeros = [np.zeros(n, np.float32) for n in lengths]
+        found = [getattr(s, name) for s in segments]
+        has_both = [s.key_norm is not None and s.value_norm is not None for s in segments]
+        return np.concatenate(
+            [f if has else zero for f, zero, has in zip(found, zeros, has_both, strict=True)]
+        )
+
+    starts = np.array([s.start for s in segments]) - np.cumsum([0, *lengths[:-1]])
+    positions = np.arange(len(of)) + starts[of]
+    n_seen = tokens("n_seen")
+    attention = np.stack(
+        [
+            tokens("importance"),
+            tokens("last"),
+            np.nan_to_num(tokens("window")),
+            tokens("accumulated") / np.maximum(n_seen, 1),
+        ],
+        axis=1,
+    )
+    counts = [n_seen, positions, np.maximum(0, facts.n_seen - positions)]
+    whole = np.array(
+        [
+            [
+                np.log1p(s.age),
+                np.log(max(s.mass, 0.0) + EPSILON),
+                s.depth,
+                s.is_active,
+                s.key_norm is not None and s.value_norm is not None,
+            ]
+            for s in segments
+        ],
+        np.float32,
+    ).reshape(len(segments), -1)
+    sizes = np.stack([norms("key_norm"), norms("value_norm")], axis=1)
+    kinds = np.eye(len(TokenKind), dtype=np.float32)
+    return np.concatenate(
+        [
+            np.log(np.maximum(attention, 0.0) + EPSILON),
+            np.log1p(np.stack(counts, axis=1)),
+            whole[of],
+            np.log1p(sizes),
+            kinds[tokens("kinds")],
+            kinds[[_kind_of(s) for s in segments]][of],
+        ],
+        axis=1,
+        dtype=np.float32,
+        casting="same_kind",
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,8 +210,23 @@ class MLP:
         return cls(tensors)
 
 
-def _log(values: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
-    return np.asarray(np.log(np.maximum(values, 0.0) + EPSILON))
+def predictor_for(setting: Path | str, model: str) -> MLP | None:
+    """The predictor that `CacheConfig(predictor=...)` names; `None`: the moving average.
+
+    Args:
+        setting: `"auto"`, `"none"` or a file of weights.
+        model: Its name: `"auto"` takes what comes with the package for it, if anything does.
+
+    Raises:
+        ConfigError: The weights cannot be read, or were made for other features.
+    """
+    if setting == "none":
+        return None
+    if setting != "auto":
+        return MLP.load(Path(setting))
+    # By comparison, and not by making a path of the name: that may be anything.
+    shipped = {path.stem: path for path in DATA.glob("*.safetensors")}
+    return MLP.load(shipped[model]) if model in shipped else None
 
 
 def _kind_of(segment: SegmentFacts) -> int:

@@ -17,6 +17,7 @@ from sidequest_langchain.policy.executor import Executor
 from sidequest_langchain.policy.facts import Reason
 from sidequest_langchain.policy.gathering import Gatherer, running_tips
 from sidequest_langchain.policy.guard import Canary, Forward
+from sidequest_langchain.policy.importance import Predictor
 from sidequest_langchain.policy.limits import Limits
 from sidequest_langchain.policy.monitor import Monitor
 from sidequest_langchain.policy.probabilities import sampled_layers
@@ -55,6 +56,7 @@ class Manager:
         token_weights: Mapping[int, float],
         fingerprint: Callable[[], Mapping[str, str]],
         device_bytes: int | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         """Make a manager.
 
@@ -67,6 +69,7 @@ class Manager:
             token_weights: Factors of the user by token id.
             fingerprint: What rows depend on now; a copy made under another one is refused.
             device_bytes: Memory of the device, for `budget_share`.
+            predictor: Guesses attention; without one, its moving average is taken.
 
         Raises:
             ConfigError: There is no policy of that name.
@@ -92,7 +95,7 @@ class Manager:
             config,
             monitor=self.monitor,
             gatherer=Gatherer(tree, self.monitor, needs=policy.needs, may_change=self._may_change),
-            decisions=DecisionEngine(policy, config, executor, token_weights),
+            decisions=DecisionEngine(policy, config, executor, token_weights, predictor),
             executor=executor,
             canary=Canary(forward, config.guard),
             log=self.log,
