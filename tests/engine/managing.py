@@ -93,8 +93,8 @@ class Shadow:
         self.events: list[Event] = []
         self.receipts: list[ActReceipt] = []
         self.said: list[Said] = []
-        self.computed: dict[Key, int] = {}
-        """Events before each stored row was computed."""
+        self.computed: dict[Key, list[int]] = {}
+        """Events before each stored row was computed, each time that it was."""
         self._n_checked = 0
         self._wrap("forward", self.core.adapter)
         for name in ("compress", "evict_by_head"):
@@ -124,7 +124,8 @@ class Shadow:
                     fresh.rows[row.tip.scope, head] = None
             at += row.n_new
         self.events.append(fresh)
-        self.computed |= dict.fromkeys(fresh.rows, now)
+        for key in fresh.rows:
+            self.computed.setdefault(key, []).append(now)
         for place, row_logits in zip(wanted or (), logits, strict=True):
             self.said.append(Said(*told[place], row_logits.clone(), now))
         return logits
@@ -191,29 +192,29 @@ class Shadow:
         """
         said, self._n_checked = self.said[self._n_checked :], len(self.said)
         assert said, "nothing was said"
-        longest: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        longest: list[tuple[Said, Tensor]] = []
         n_blind, worst = 0, 0.0
         for one in sorted(said, key=lambda one: -len(one.tokens)):
-            key = (one.scope, one.tokens)
-            is_stored = self.computed.get(key) == one.now
+            n = len(one.tokens)
+            is_stored = one.now in self.computed.get((one.scope, one.tokens), ())
             # A stored row's logits stand in the forward over any longer path.
-            rows = None
-            if is_stored:
-                rows = next(
-                    (
-                        found
-                        for (scope, tokens), found in longest.items()
-                        if scope == one.scope
-                        and tokens[: len(one.tokens)] == one.tokens
-                        and found[len(one.tokens) - 1, -1] == one.now
-                    ),
-                    None,
-                )
+            times = torch.tensor(self._times(one)).float() if is_stored else None
+            rows = next(
+                (
+                    found
+                    for of, found in longest
+                    if of.scope == one.scope
+                    and of.tokens[:n] == one.tokens
+                    and times is not None
+                    and torch.equal(found[:n, -1], times)
+                ),
+                None,
+            )
             if rows is None:
                 rows = self._expected(one)
                 if is_stored:
-                    longest[key] = rows
-            expected = rows[len(one.tokens) - 1 if is_stored else -1]
+                    longest.append((one, rows))
+            expected = rows[n - 1 if is_stored else -1]
             n_blind += int(expected[-2])
             worst = max(worst, float((one.logits - expected[:-2]).abs().max()))
         assert worst <= TOLERANCE.get(self.family, 1e-4), f"logits differ by {worst:.3g}"
@@ -223,7 +224,7 @@ class Shadow:
         """Logits over a path, then whether something was hidden, and when, `[T, V + 2]`."""
         n = len(one.tokens)
         keys = [(one.scope, one.tokens[: at + 1]) for at in range(n)]
-        times = [self.computed[key] for key in keys]
+        times = self._times(one)
         fed, places = list(one.tokens), list(range(n))
         sights = self._sights(keys, times)
         if times[-1] != one.now:  # run again: a second query where a row is stored already
@@ -248,6 +249,31 @@ class Shadow:
             blind[found.queries, 0] = float(bool(found.hidden.any() or found.packed))
         blind[:, 1] = torch.tensor(times)
         return torch.cat([logits, blind], 1)
+
+    def _times(self, one: Said) -> list[int]:
+        """When the rows were computed that a path had, the last one included."""
+        return [
+            max(time for time in self.computed[one.scope, one.tokens[: at + 1]] if time <= one.now)
+            for at in range(len(one.tokens))
+        ]
+
+    def again(self, tokens: Sequence[int], w: int, scope: str = "") -> Tensor:
+        """Log-probabilities after the last `w` tokens, run again over what is left, `[w, V]`."""
+        keys = [(scope, tuple(tokens[: at + 1])) for at in range(len(tokens))]
+        now = len(self.events)
+        times = [*(self.computed[key][-1] for key in keys[:-w]), *[now] * w]
+        sights = self._sights(keys, times)
+        last = sights[-1]  # the last tokens see each other as they are now
+        last.hidden[..., -w:] = False
+        for at in range(len(tokens) - w, len(tokens)):
+            last.packed.pop(at, None)
+        with torch.no_grad(), sight(sights):
+            logits = plain_model(self.family, **self.model)(
+                input_ids=torch.tensor([list(tokens)]),
+                attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+                use_cache=False,
+            ).logits[0, -w:]
+        return torch.log_softmax(logits, -1)
 
     def _sights(self, keys: list[Key], times: list[int]) -> list[Sight]:
         layout = self.core.tree.layout

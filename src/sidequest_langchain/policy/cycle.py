@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
+from functools import partial
 
 from sidequest_langchain.config import CacheConfig
+from sidequest_langchain.errors import BudgetExceeded
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.tree import SegmentTree
 from sidequest_langchain.policy.acts import Act, Archive, Compress
@@ -22,6 +25,10 @@ from sidequest_langchain.policy.schedule import stage_of
 
 logger = logging.getLogger(__name__)
 
+_TRIED = (
+    "the cache's budget could not be kept: acts that should have freed enough failed, or freed "
+    "less; receipts say why"
+)
 MOST_ROUNDS = 3
 """Cycles in a row, where the bytes that acts would free were estimated too high."""
 
@@ -74,17 +81,19 @@ class Cycles:
         found: list[ActReceipt] = []
         try:
             for limit in self.limits.limits():
-                for _ in range(MOST_ROUNDS):
-                    receipts = self._once(reason, limit, n_coming)
-                    found += receipts
-                    is_done = any(r.outcome == "done" for r in receipts)
-                    if not is_done or not self.limits.excess(limit):
+                for n in range(MOST_ROUNDS):
+                    found += self._once(reason, limit, n_coming, asks_policy=n == 0)
+                    if not self.limits.excess(limit):
                         break
+                else:
+                    raise BudgetExceeded(_TRIED)
         finally:  # a later round may find that the budget cannot be kept
             self._log.add(found)
         return found
 
-    def _once(self, reason: Reason, limit: Limit, n_coming: int) -> list[ActReceipt]:
+    def _once(
+        self, reason: Reason, limit: Limit, n_coming: int, *, asks_policy: bool
+    ) -> list[ActReceipt]:
         config = self._config
         wanted, must = self.limits.wanted(limit, n_coming), self.limits.excess(limit)
         if not wanted and not must:
@@ -92,7 +101,8 @@ class Cycles:
         if not must and self._monitor.n_steps < self._quiet_until:
             return []
         segments = self._gatherer.segments()
-        decision = self._decide(reason, limit, segments, max(wanted, must), must)
+        decide = partial(self._decide, reason, limit, segments, asks_policy=asks_policy)
+        decision = decide(max(wanted, must), must)
         receipts = [
             self._writer.write(
                 decision.facts,
@@ -109,7 +119,7 @@ class Cycles:
             return [*receipts, *self._imagine(decision, segments)]
         kl, objection = self._ask_guard(decision, segments)
         if objection and must < wanted:  # no more than the budget needs
-            decision = self._decide(reason, limit, segments, must, must) if must else decision
+            decision = decide(must, must) if must else decision
             kl, objection = self._ask_guard(decision, segments) if must else (kl, objection)
         if objection and not must:
             self._quiet_until = self._monitor.n_steps + 64
@@ -133,7 +143,14 @@ class Cycles:
         return receipts
 
     def _decide(
-        self, reason: Reason, limit: Limit, segments: dict[int, Segment], wanted: int, must: int
+        self,
+        reason: Reason,
+        limit: Limit,
+        segments: dict[int, Segment],
+        wanted: int,
+        must: int,
+        *,
+        asks_policy: bool,
     ) -> Decision:
         schedule = self._config.schedule
         facts = self._gatherer.gather(
@@ -145,7 +162,7 @@ class Cycles:
             stage=lambda n_seen: stage_of(n_seen, schedule),
             tiers=self._tiers(),
         )
-        return self._decisions.decide(facts, segments, must)
+        return self._decisions.decide(facts, segments, must, asks_policy=asks_policy)
 
     def _tiers(self) -> list[Tier]:
         tiers, archive = self._config.tiers, self._tree.archive
@@ -175,9 +192,14 @@ class Cycles:
         return kl, objection
 
     def _measure(self, decision: Decision, segments: dict[int, Segment]) -> float | None:
-        overlay = self._executor.overlay(decision.acts, decision.facts, segments)
+        """The divergence of the acts; infinite where it cannot be measured."""
         tips = [segments[tip[-1]] for tip in decision.facts.tips if tip and tip[-1] in segments]
-        return self._canary.divergence(tips, overlay)
+        try:
+            overlay = self._executor.overlay(decision.acts, decision.facts, segments)
+            return self._canary.divergence(tips, overlay)
+        except (MemoryError, RuntimeError, ValueError):  # torch's is a RuntimeError
+            logger.debug("the divergence could not be measured", exc_info=True)
+            return math.inf
 
     def _carry_out(
         self,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
+from typing import Any
 
 import numpy as np
 
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.errors import BudgetExceeded
 from sidequest_langchain.kv.segment import Segment
-from sidequest_langchain.policy.acts import Act, Archive, Evict, EvictByHead
+from sidequest_langchain.policy.acts import Act, Archive, Compress, Evict, EvictByHead
 from sidequest_langchain.policy.executor import Executor, Refusal
 from sidequest_langchain.policy.facts import CacheFacts, Policy, checked
 from sidequest_langchain.policy.importance import Predictor, predict
@@ -51,22 +53,30 @@ class DecisionEngine:
         self._token_weights = token_weights
         self._has_failed = False
 
-    def decide(self, facts: CacheFacts, segments: dict[int, Segment], must_free: int) -> Decision:
+    def decide(
+        self,
+        facts: CacheFacts,
+        segments: dict[int, Segment],
+        must_free: int,
+        *,
+        asks_policy: bool = True,
+    ) -> Decision:
         """Plan a cycle.
 
         Args:
             facts: Of this moment, unmasked.
             segments: The segments of the facts, by id.
             must_free: Bytes without which the budget would be exceeded.
+            asks_policy: False where the policy's acts came to nothing.
 
         Raises:
             BudgetExceeded: Even without every row that is not protected, the budget would be.
         """
         facts = self._protected(facts)
-        acts, failure = self._ask(facts)
+        acts, failure = self._ask(facts) if asks_policy else ((), "")
         fine, refused = self._executor.check(acts, facts, segments)
         if must_free > 0 and planned_bytes(facts, fine) < must_free:
-            fine = self._enough(facts, fine, must_free)
+            fine = self._enough(facts, fine, must_free, segments)
         return Decision(facts=facts, acts=tuple(fine), refused=tuple(refused), failure=failure)
 
     def _protected(self, facts: CacheFacts) -> CacheFacts:
@@ -87,7 +97,7 @@ class DecisionEngine:
 
     def _ask(self, facts: CacheFacts) -> tuple[Sequence[Act], str]:
         try:
-            return checked(self.policy(facts)), ""
+            return [_tidied(act) for act in checked(self.policy(facts))], ""
         except Exception as error:  # whatever a user's policy raises, the run goes on
             if not self._has_failed:
                 logger.warning("the policy %r failed; going on without it", self.policy.name)
@@ -95,7 +105,13 @@ class DecisionEngine:
                 self._has_failed = True
             return (), f"{type(error).__name__}: {error}"
 
-    def _enough(self, facts: CacheFacts, acts: Sequence[Act], must_free: int) -> list[Act]:
+    def _enough(
+        self,
+        facts: CacheFacts,
+        acts: Sequence[Act],
+        must_free: int,
+        segments: dict[int, Segment],
+    ) -> list[Act]:
         """The acts, and as many more as the budget needs: exact ones first.
 
         Raises:
@@ -114,8 +130,13 @@ class DecisionEngine:
         draft.evict(scores, left, reason="the budget")
         if draft.left > 0:
             raise BudgetExceeded(self._message(facts, draft.left))
-        more = draft.acts()
-        return [*heads, *(more if is_shared else by_head(facts, more))]
+        # Where heads keep rows of their own already, they go on to.
+        return [*heads] + [
+            act
+            if is_shared and segments[act.segment_id].kept_by_head is None
+            else by_head(facts, [act])[0]
+            for act in draft.acts()
+        ]
 
     def _message(self, facts: CacheFacts, missing: float) -> str:
         budget = facts.budget_bytes or 0
@@ -129,6 +150,20 @@ class DecisionEngine:
             f"{int(missing):,} bytes more are needed; give a larger budget, protect less "
             "(CacheConfig(protection=...)), or send shorter messages"
         )
+
+
+def _tidied(act: Act) -> Act:
+    """An act with plain numbers and words.
+
+    Raises:
+        TypeError: Something is no whole number.
+    """
+    given: dict[str, Any] = {"segment_id": index(act.segment_id)}
+    if isinstance(act, Evict | Archive | Compress):
+        given["offsets"] = tuple(map(index, act.offsets))
+    if isinstance(act, EvictByHead):
+        given["n_keep"] = index(act.n_keep)
+    return replace(act, **given, reason=str(getattr(act, "reason", "")))
 
 
 def planned_bytes(facts: CacheFacts, acts: Sequence[Act]) -> float:
@@ -160,4 +195,5 @@ def mass_of(facts: CacheFacts, act: Act) -> float:
     if isinstance(act, EvictByHead):
         held = np.sort(this.importance[this.resident])
         return float(held[: max(0, len(held) - act.n_keep)].sum()) / total
-    return float(this.importance[list(act.offsets)].sum()) / total
+    rows = [at for at in act.offsets if at < this.n_tokens]
+    return float(this.importance[rows].sum()) / total

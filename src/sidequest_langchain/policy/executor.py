@@ -88,6 +88,7 @@ class Executor:
         fine: list[Act] = []
         refused: list[Refusal] = []
         released: set[int] = set()
+        by_head = {act.segment_id for act in acts if isinstance(act, EvictByHead)}
         for act in acts:
             this = known.get(act.segment_id)
             segment = segments.get(act.segment_id)
@@ -103,7 +104,14 @@ class Executor:
                     released.add(act.segment_id)
                     fine.append(act)
             elif isinstance(act, EvictByHead):
-                fine.append(act)
+                if segment.packed or len({layer.n_kv_heads for layer in self._tree.layout}) > 1:
+                    refused.append(Refusal(act, "its rows cannot be kept by head"))
+                else:
+                    fine.append(act)
+            elif segment.kept_by_head is not None or act.segment_id in by_head:
+                refused.append(Refusal(act, "its heads keep rows of their own"))
+            elif isinstance(act, Archive) and self._tree.archive is None:
+                refused.append(Refusal(act, "there is no tier for it"))
             elif isinstance(act, Evict | Archive | Compress):
                 allowed = this.resident & ~_guarded(this.protected, this.n_tokens)
                 if isinstance(act, Compress):
