@@ -82,6 +82,16 @@ def test_what_stands_on_a_pin_below_may_be_fused(grove):
     assert (grove.drawing(), grove.tree.n_bytes) == ("", 0)
 
 
+def test_kinds_stay_with_their_tokens(grove):
+    path = sealed(grove, "abc", "de")
+    first, second, _ = path.tip.path()
+    first.kinds[:], second.kinds[:] = b"\x01\x02\x03", b"\x04\x05"
+    grove.tree.fuse(path.tip, 99)
+    assert second.kinds == bytearray(b"\x01\x02\x03\x04\x05")
+    assert first.kinds == bytearray(b"\x01\x02\x03")
+    grove.tree.commit(path)
+
+
 def test_what_a_scratch_stands_on_stays(grove):
     path = sealed(grove, "ab", "cd")
     scratch = grove.tree.scratch(path.tip.path()[0], 2, 4)
@@ -146,6 +156,21 @@ def test_those_beside_them_in_one_storage_keep_theirs(grove, monkeypatch):
         grove.tree.unpin(part)
     assert grove.tree.fuse(path.tip, 99) == 2
     assert parts[3].fellows == []
+    grove.tree.commit(path)
+
+
+def test_a_gap_between_them_in_one_storage_is_not_taken_in(grove, monkeypatch):
+    monkeypatch.setattr(chain, "MOST_BLOCKS", 1)
+    path = sealed(grove, "ab", "cd", is_kept=False)
+    first, second, _ = path.tip.path()
+    # As a storage is that could not be made smaller: a b c c d.
+    gapped = Storage.joined([first.storage] * 2, [(0, 3), (2, 4)])
+    first.move_to(gapped, 0, first.fellows)
+    second.move_to(gapped, 3, second.fellows)
+    grove.tree._account(bytes_of(1))
+    assert grove.tree.fuse(path.tip, 99) == 0
+    grove.tree._settle(gapped, first.fellows)
+    assert grove.tree.fuse(path.tip, 99) == 1
     grove.tree.commit(path)
 
 
