@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MANAGED = (ROOT / "docs" / "managed-cache.md").read_text(encoding="utf-8")
 WORDS = " ".join(f"word{i}" for i in range(18))
-TALK = [HumanMessage("Hi"), AIMessage(f"<think>{WORDS}</think>{WORDS}"), HumanMessage("Go on")]
+THOUGHTS = " ".join(f"mull{i}" for i in range(18))
+TALK = [HumanMessage("Hi"), AIMessage(f"<think>{THOUGHTS}</think>{WORDS}"), HumanMessage("Go on")]
 TIGHT = CacheConfig(
     policy="window",
     budget_tokens=200,
@@ -99,7 +100,7 @@ def test_the_examples_on_the_managed_cache_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # An exact call needs room for all of its rows.
-    model = make_managed(**({"budget_tokens": 360} if name == "exact" else {}))
+    model = make_managed(**({"budget_tokens": 340} if name == "exact" else {}))
     names: dict[str, Any] = {"model": model, "messages": TALK}
     exec(compile(_tested(MANAGED)[name], "managed-cache.md", "exec"), names)
     out = capsys.readouterr().out
@@ -126,10 +127,13 @@ def test_the_example_of_a_policy_lets_thoughts_go_first(
     try:
         exec(compile(example, "managed-cache.md", "exec"), names)
         assert "thoughts_first" in policy_names()
-        chat = make_managed(policy=names["config"].policy)
+        chat = make_managed(policy=names["config"].policy, budget_tokens=260)
         chat.invoke(TALK)
         gone = _evicted(chat)
         assert {r.reason for r in gone} == {"a thought"}
+        letters = set("".join(r.text for r in gone))
+        assert letters >= set("mul")
+        assert not letters & set("word"), "an answer went before all thoughts had gone"
         assert len(example.split("@register_policy")[1].strip().splitlines()) <= 10
     finally:
         registry._POLICIES.pop("thoughts_first", None)
