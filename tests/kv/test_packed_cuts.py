@@ -113,6 +113,9 @@ def test_whole_groups_are_joined_without_a_byte_more(dtype):
     cut = blocks[0].split(10)[1]
     joined = PackedBlock.joined([cut, *blocks[1:]], [0, 64, 256])
     assert joined.n_bytes == cut.n_bytes + sum(b.n_bytes for b in blocks[1:])
+    parts = zip([cut, *blocks[1:]], [0, 64, 256], strict=True)
+    at_offset = {at + by: (b, row) for b, by in parts for row, at in enumerate(b.offsets)}
+    check_joined(joined, at_offset, 3)
     # Where a group ends early, rows say in which they are.
     ragged = PackedBlock.joined(blocks[::-1], [0, 70, 262])
     assert ragged.n_bytes == sum(b.n_bytes for b in blocks) + 4 * ragged.n_rows
