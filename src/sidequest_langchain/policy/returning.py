@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sidequest_langchain.config import CacheConfig
-from sidequest_langchain.errors import ArchiveError
+from sidequest_langchain.errors import ArchiveError, BudgetExceeded
 from sidequest_langchain.kv.archive import Archive
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.tree import SegmentTree
@@ -94,27 +94,49 @@ class Returns:
     def prepare(self, scope: str, ids: Sequence[int]) -> list[ActReceipt]:
         """Before a path begins: rows that idled in a slower tier come back, or their tokens go.
 
-        Where computing is cheaper, or the copy is lost, the segment and what hangs on it are
-        released, so that the path begins before them. Never leaves a gap that nobody asked for.
+        Where computing is cheaper, there is no room, or a copy is lost, the segment and what hangs
+        on it are released, so that the path begins before them. Never leaves a gap that nobody
+        asked for.
         """
-        found, n = self._tree.match(scope, ids)
-        if found is None or not n:
-            return []
+        away = self._left_idle(scope, ids)
+        n_rows = sum(s.n_tokens - s.n_resident for s in away)
         receipts: list[ActReceipt] = []
-        for segment in found.path():
-            if not segment.archived or not self._monitor.notes_of(segment).is_archived_idle:
-                continue
-            n_away, n_bytes = segment.n_tokens - segment.n_resident, self._bytes_away(segment)
-            if self.costs.is_restore_cheaper(n_bytes, n_away):
-                self._make_room(n_bytes)
-                receipt = self._restore(segment, "a path comes back to it")
-                receipts.append(receipt)
-                if receipt.outcome == "done":
-                    self._monitor.notes_of(segment).is_archived_idle = False
-                    continue
+        if away and self.costs.is_restore_cheaper(sum(map(self._bytes_away, away)), n_rows):
+            for segment in self._with_room(scope, ids):
+                receipts.append(self._restore(segment, "a path comes back to it"))
+                if receipts[-1].outcome != "done":
+                    break
+                self._monitor.notes_of(segment).is_archived_idle = False
+        for segment in self._left_idle(scope, ids)[:1]:
             self._tree.release_subtree(segment)
-            break
         return receipts
+
+    def _left_idle(self, scope: str, ids: Sequence[int]) -> list[Segment]:
+        """Segments on the way to a path's beginning whose rows left while nobody read them."""
+        found, n = self._tree.match(scope, ids)
+        return [
+            segment
+            for segment in (found.path() if found is not None and n else ())
+            if segment.archived and self._monitor.notes_of(segment).is_archived_idle
+        ]
+
+    def _with_room(self, scope: str, ids: Sequence[int]) -> list[Segment]:
+        """The segments that come back, once there is room for all of them; none if there is none.
+
+        For all at once: room for the second would be made of the first, which idles still.
+        """
+        n_made = 0
+        try:
+            while True:
+                away = self._left_idle(scope, ids)
+                n_bytes = sum(map(self._bytes_away, away))
+                if n_bytes <= n_made:
+                    return away
+                self._make_room(n_bytes)
+                n_made = n_bytes
+        except BudgetExceeded:
+            logger.debug("no room for what was to come back", exc_info=True)
+            return []
 
     def _bytes_away(self, segment: Segment) -> int:
         """What the copies of a segment's rows take once they are back."""
