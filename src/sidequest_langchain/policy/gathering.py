@@ -240,11 +240,16 @@ def running_tips(tree: SegmentTree) -> list[Segment]:
         latest: dict[str, Path] = {}
         for path in tree.paths.values():
             before = latest.get(path.tip.scope)
-            if before is None or path.tip.last_used > before.tip.last_used:
+            if before is None or _recency(before) < _recency(path):
                 latest[path.tip.scope] = path
-        newest = max(latest.values(), key=lambda p: p.tip.last_used, default=None)
+        newest = max(latest.values(), key=_recency, default=None)
         running = [] if newest is None else [newest]
     return [path.tip for path in running]
+
+
+def _recency(path: Path) -> tuple[int, int]:
+    """Orders paths by when they ran. One that grew out of another was read with it: the longer."""
+    return path.tip.last_used, path.tip.end
 
 
 def _pinned(segments: Collection[Segment]) -> set[Segment]:
