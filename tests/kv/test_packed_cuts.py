@@ -123,6 +123,18 @@ def test_whole_groups_are_joined_without_a_byte_more(dtype):
     assert not own & {t.untyped_storage().data_ptr() for b in blocks for t in b.tensors().values()}
 
 
+@pytest.mark.parametrize(
+    "ragged", [lambda b: b.split(10)[1], lambda b: b.without(range(20, 30))], ids=["cut", "thinned"]
+)
+def test_what_is_ragged_stays_so_behind_whole_groups(ragged):
+    whole = PackedBlock.pack(*rows_of(alike(), 128), range(128), bits=8)
+    part = ragged(PackedBlock.pack(*rows_of(alike(), 100, seed=1), range(100), bits=8))
+    joined = PackedBlock.joined([whole, part], [0, 128])
+    wanted = {at: (whole, at) for at in range(128)}
+    wanted |= {128 + at: (part, row) for row, at in enumerate(part.offsets)}
+    check_joined(joined, wanted, 3)
+
+
 def test_blocks_that_differ_are_not_joined():
     rows = rows_of(alike(), 10)
     plain, others = (
