@@ -109,6 +109,9 @@ def test_settings_that_do_not(given):
         ({"observed_layers": "all"}, "observed_layers must be a whole number, found 'all'"),
         ({"receipts_file": ""}, "receipts_file must be a path, found ''"),
         ({"receipts_file": 3}, "receipts_file must be a path, found 3"),
+        ({"predictor": 3}, "predictor must be a path, found 3"),
+        ({"predictor": ""}, "predictor must be a path, found ''"),
+        ({"predictor": None}, "predictor must be a path, found"),
         ({"protection": {"n_sink": 3}}, r"protection must be a Protection\(...\), found {"),
         ({"tiers": None}, r"tiers must be a Tiers\(...\), found None"),
         ({"guard": Tiers()}, r"guard must be a Guard\(...\)"),
@@ -244,3 +247,11 @@ def test_settings_need_neither_torch_nor_numpy():
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_predictor_is_a_word_or_a_path():
+    assert CacheConfig().predictor == "auto"
+    assert CacheConfig(predictor="none").predictor == "none"
+    assert CacheConfig(predictor="a/b.safetensors").predictor == Path("a/b.safetensors")
+    config = CacheConfig(predictor=Path("mine.safetensors"))
+    assert CacheConfig.from_toml(config.to_toml()) == config

@@ -190,7 +190,9 @@ class CacheConfig(Settings):
             check_count("observed_layers", layers or 0)
         object.__setattr__(self, "receipts_file", as_path("receipts_file", self.receipts_file))
         if self.predictor not in ("auto", "none"):
-            object.__setattr__(self, "predictor", as_path("predictor", self.predictor or 0))
+            # As it was given, so that the message names it; no setting at all is no path.
+            given: object = "" if self.predictor is None else self.predictor
+            object.__setattr__(self, "predictor", as_path("predictor", given))
         _check_policy(self.policy)
 
     def _check_contradictions(self) -> None:

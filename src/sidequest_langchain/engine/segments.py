@@ -227,7 +227,7 @@ class KVSegments:
             return recorder
 
         def end() -> None:
-            recorder.end_sample()
+            recorder.end()
             manager.monitor = recorder.inner
 
         recorder = core.call(begin).result()

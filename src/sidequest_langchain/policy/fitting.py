@@ -180,7 +180,7 @@ def gains(
     }
 
 
-def fit_cycles(cycles: Sequence[Cycle], *, seed: int, n_hidden: int = 16) -> MLP:
+def fit_cycles(cycles: Sequence[Cycle], *, seed: int, n_hidden: int = 32) -> MLP:
     """Train a predictor on the rows of some cycles; see `fit`.
 
     Norms of keys and values are left out: a cycle that reads them costs a pass over the keys.

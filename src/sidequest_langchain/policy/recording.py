@@ -90,6 +90,8 @@ class Recorder(Monitor):
         self._n_queries = 0
         self._next = every
         self._waiting: list[_Moment] = []
+        self._on_fuse = tree.on_fuse
+        tree.on_fuse = self._fused
 
     # -- a monitor's work, for both ------------------------------------------------------
 
@@ -129,11 +131,16 @@ class Recorder(Monitor):
 
     # -- recording -----------------------------------------------------------------------
 
-    def end_sample(self) -> None:
-        """Close what has seen half of its future at least, and forget the rest."""
+    def end(self) -> None:
+        """Keep what has seen half of its future at least, and let go of the tree."""
         self._close(self._horizon // 2)
         self._waiting.clear()
-        self._next = self._n_queries + self._every
+        self._tree.on_fuse = self._on_fuse
+
+    def _fused(self, parent: Segment, child: Segment) -> None:
+        if self._on_fuse is not None:
+            self._on_fuse(parent, child)
+        self.notebook.join(parent, child)
 
     def _remember(self) -> None:
         facts = self._gatherer.gather(
