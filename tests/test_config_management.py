@@ -45,9 +45,15 @@ def test_without_a_policy_nothing_is_managed():
         ({"schedule": Schedule(), "policy": "none"}, "no policy follows it"),
         ({"compress_first": True}, "there is no policy"),
         (
-            {**MANAGED, "compress_first": True, "tiers": Tiers(int8=False, int4=False)},
+            {
+                **MANAGED,
+                "budget_bytes": 9,
+                "compress_first": True,
+                "tiers": Tiers(int8=False, int4=False),
+            },
             "compress_first needs tiers",
         ),
+        ({**MANAGED, "compress_first": True}, "frees bytes and no rows: give budget_bytes"),
         ({"trigger": 0.5}, r"target \(0.7\) must be less than trigger \(0.5\)"),
         ({"trigger": 0.7, "target": 0.7}, "must be less than trigger"),
         ({**MANAGED, "eviction": "per_head"}, r"excludes packed rows.*int4=False"),
@@ -79,7 +85,7 @@ def test_settings_that_contradict_each_other(given, message):
         {"budget_tokens": 3},
         {"observe": True},
         {**MANAGED, "eviction": "per_head", "tiers": Tiers(int8=False, int4=False)},
-        {**MANAGED, "compress_first": True, "tiers": Tiers(int8=False)},
+        {**MANAGED, "budget_bytes": 9, "compress_first": True, "tiers": Tiers(int8=False)},
         {**MANAGED, "policy": decide, "interval": "adaptive"},
     ],
 )

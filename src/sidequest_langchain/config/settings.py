@@ -85,8 +85,8 @@ class CacheConfig(Settings):
     target: float = 0.7
     """...down to this share, so that the next cycles have nothing to do."""
     interval: int | Literal["adaptive"] = 16
-    """Tokens between two cycles; `"adaptive"` waits longer while nothing has to be done, and
-    less the faster the cache grows."""
+    """Steps between two cycles, each a token of every running call; `"adaptive"` waits longer while
+    nothing has to be done, and less the faster the cache grows."""
     protection: Protection = Protection()  # noqa: RUF009 - frozen
     schedule: Schedule | None = None
     """Keep less the longer a sequence is."""
@@ -216,6 +216,13 @@ class CacheConfig(Settings):
             "eviction='per_head' excludes packed rows, since heads then differ in their rows: give "
             "tiers=Tiers(int8=False, int4=False)": (
                 self.eviction == "per_head" and is_managed and (self.tiers.int8 or self.tiers.int4)
+            ),
+            "compress_first packs rows, which frees bytes and no rows: give budget_bytes or "
+            "budget_share beside budget_tokens, or instead of it": (
+                self.compress_first
+                and self.budget_bytes is None
+                and self.budget_share is None
+                and not has_limit
             ),
             "compress_first needs tiers that pack: give tiers=Tiers(int8=True)": (
                 self.compress_first and not (self.tiers.int8 or self.tiers.int4)

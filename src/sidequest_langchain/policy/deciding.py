@@ -163,7 +163,8 @@ def _tidied(act: Act) -> Act:
         given["offsets"] = tuple(map(index, act.offsets))
     if isinstance(act, EvictByHead):
         given["n_keep"] = index(act.n_keep)
-    return replace(act, **given, reason=str(getattr(act, "reason", "")))
+    given["reason"] = str(getattr(act, "reason", ""))
+    return replace(act, **given)
 
 
 def planned_bytes(facts: CacheFacts, acts: Sequence[Act]) -> float:

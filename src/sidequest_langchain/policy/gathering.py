@@ -14,6 +14,7 @@ from sidequest_langchain.kv.tree import SegmentTree
 from sidequest_langchain.policy.facts import (
     CacheFacts,
     Floats,
+    Ids,
     Need,
     Reason,
     SegmentFacts,
@@ -38,6 +39,7 @@ class Gatherer:
         *,
         needs: Collection[Need],
         may_change: Callable[[Segment], bool],
+        may_release: Callable[[Segment], bool] = lambda segment: True,
     ) -> None:
         """Make a gatherer.
 
@@ -46,12 +48,13 @@ class Gatherer:
             monitor: Whose notes are read.
             needs: Facts that cost something to gather, and are wanted.
             may_change: Whether everybody who reads a segment agreed to lossy acts.
+            may_release: Whether it may be released as a whole, which is exact, once it idles.
         """
         self._tree = tree
         self._monitor = monitor
         self._needs = frozenset(needs)
-        self._may_change = may_change
-        self._ids: dict[Segment, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+        self._may_change, self._may_release = may_change, may_release
+        self._ids: dict[Segment, tuple[int, Ids]] = {}
 
     def segments(self) -> dict[int, Segment]:
         """The segments that hold tokens, by id, parents first."""
@@ -142,7 +145,8 @@ class Gatherer:
         may_change = is_free and not segment.is_open
         is_agreed = self._may_change(segment)
         # Who agreed to nothing loses no row; but what idles may be released, which is exact.
-        is_whole = may_change and not is_agreed and not (is_active or n_readers)
+        is_idle = not (is_active or n_readers)
+        is_whole = may_change and not is_agreed and is_idle and self._may_release(segment)
         may_change = may_change and (is_agreed or is_whole)
         return SegmentFacts(
             segment_id=segment.segment_id,
@@ -171,12 +175,12 @@ class Gatherer:
             window=scores[4],
         )
 
-    def _ids_of(self, segment: Segment) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _ids_of(self, segment: Segment) -> Ids:
         """Token ids as an array; those of a closed segment are kept from cycle to cycle."""
-        found = self._ids.get(segment)
-        if found is None or len(found) != segment.n_tokens:
+        start, found = self._ids.get(segment, (-1, None))
+        if found is None or start != segment.start or len(found) != segment.n_tokens:
             found = np.array(segment.token_ids, np.int64)
-            self._ids[segment] = found
+            self._ids[segment] = (segment.start, found)
         return found
 
     def _bits(self, segment: Segment) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

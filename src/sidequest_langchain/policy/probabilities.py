@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sidequest_langchain.errors import ConfigError
 from sidequest_langchain.kv.blocks import Block
 from sidequest_langchain.kv.features import Features
 from sidequest_langchain.kv.parts import Part, RowsByHead
@@ -39,9 +40,19 @@ def sampled_layers(wanted: int | Sequence[int], n_layers: int) -> tuple[int, ...
     Args:
         wanted: Layers, or how many.
         n_layers: Of the model.
+
+    Raises:
+        ConfigError: The model has no such layer.
     """
     if not isinstance(wanted, int):
-        return tuple(sorted({layer for layer in wanted if layer < n_layers}))
+        strange = [layer for layer in wanted if layer >= n_layers]
+        if strange:
+            msg = (
+                f"observed_layers names layer {strange[0]}, but this model's layers are 0 to "
+                f"{n_layers - 1}"
+            )
+            raise ConfigError(msg)
+        return tuple(sorted(set(wanted)))
     n = max(1, min(wanted, n_layers))
     return tuple(sorted({int((i + 0.5) * n_layers / n) for i in range(n)}))
 

@@ -77,7 +77,10 @@ def register_policy(name: str) -> Callable[[D], D]:
 
     def register(policy: D) -> D:
         made = _as_policy(policy, name)
-        if _POLICIES.setdefault(name, made) != made:
+        before = _POLICIES.get(name)
+        if before is not None and _is_redefined(before, made):  # a notebook's cell run again
+            _POLICIES[name] = made
+        elif _POLICIES.setdefault(name, made) != made:
             msg = f"there is a policy named {name!r} already; choose another name"
             raise ConfigError(msg)
         return policy
@@ -102,6 +105,13 @@ def policy_for(
     if compress_first:
         found = CompressFirst(found)
     return PerHead(found) if per_head else found
+
+
+def _is_redefined(before: Any, now: Any) -> bool:
+    """Whether both come from one definition, made twice."""
+    old, new = getattr(before, "function", before), getattr(now, "function", now)
+    names = [(getattr(o, "__module__", None), getattr(o, "__qualname__", None)) for o in (old, new)]
+    return names[0] == names[1] and names[0][1] is not None
 
 
 def _named(name: str) -> Policy:
