@@ -37,6 +37,26 @@ def test_it_holds_the_package_its_types_and_the_demo(unpacked: Path) -> None:
     assert {p.name for p in there.glob("*.py")} == here
 
 
+def test_it_holds_what_was_learned_of_the_default_model(unpacked: Path) -> None:
+    from sidequest_langchain.models import DEFAULT_MODEL
+
+    code = (
+        "from sidequest_langchain.policy.importance import DATA, predictor_for; "
+        f"print(DATA); print(predictor_for('auto', {DEFAULT_MODEL!r}).n_bytes)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=unpacked,
+        env={**os.environ, "PYTHONPATH": str(unpacked)},
+    )
+    folder, n_bytes = done.stdout.split()
+    assert Path(folder).is_relative_to(unpacked)
+    assert 1000 < int(n_bytes) < 10_000
+
+
 def test_the_demo_is_imported_from_the_wheel_itself(unpacked: Path) -> None:
     code = "import sidequest_langchain.examples.tree_of_thoughts as demo; print(demo.__file__)"
     done = subprocess.run(

@@ -77,6 +77,7 @@ class TestFit:
         assert "recall of future attention, 2 samples held out" in said
         document = json.loads(said.splitlines()[-1])
         assert document["schema"] == "sidequest.importance/1"
+        assert set(document["gain"]) == {"average", "window"}
         assert not set(document["held_out"]) & set(document["learned_from"])
         for found in document["recall"].values():
             assert {"predicted", "average", "last", "window", "accumulated", "best"} <= set(found)

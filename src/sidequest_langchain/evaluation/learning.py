@@ -24,6 +24,8 @@ from sidequest_langchain.policy.importance import MLP
 from sidequest_langchain.policy.traces import Cycle, Trace
 
 SCHEMA = "sidequest.importance/1"
+_RIVALS = ("average", "window")
+"""What a predictor replaces, and the best of the scores that need no training."""
 _ABOUT = """\
 Learn from traces (`sidequest trace`) how much attention a token will get, from what is known of it:
 a network of one hidden layer, a few KB, on the CPU, in a minute or so. Then compare it with scores
@@ -111,22 +113,25 @@ def held_out_of(names: Sequence[str], share: float, *, seed: int) -> list[str]:
 
 
 def _judged(predictor: MLP, test: Sequence[Cycle]) -> dict[str, Any]:
-    gained = gains(predictor, test)
+    gained = {name: gains(predictor, test, over=name) for name in _RIVALS}
     return {
         "recall": {
             f"{share:g}": {name: round(value, 4) for name, value in found.items()}
             for share, found in judge(predictor, test).items()
         },
         "gain": {
-            f"{share:g}": {
-                "mean": round(gain.mean, 4),
-                "standard_error": round(gain.error, 4),
-                "won": gain.n_won,
-                "of": gain.n_samples,
+            name: {
+                f"{share:g}": {
+                    "mean": round(gain.mean, 4),
+                    "standard_error": round(gain.error, 4),
+                    "won": gain.n_won,
+                    "of": gain.n_samples,
+                }
+                for share, gain in found.items()
             }
-            for share, gain in gained.items()
+            for name, found in gained.items()
         },
-        "is_better": all(gain.is_clear for gain in gained.values()),
+        "is_better": all(gain.is_clear for gain in gained["average"].values()),
     }
 
 
@@ -169,12 +174,14 @@ def _show(document: dict[str, Any], console: Console) -> None:
     recall = document["recall"]
     for name in recall[f"{SHARES[0]:g}"]:
         table.add_row(name, *(f"{recall[f'{share:g}'][name]:.3f}" for share in SHARES))
-    gain = [document["gain"][f"{share:g}"] for share in SHARES]
-    table.add_section()
-    table.add_row(
-        "predicted - average", *(f"{g['mean']:+.3f} ± {g['standard_error']:.3f}" for g in gain)
-    )
-    table.add_row("samples won", *(f"{g['won']} of {g['of']}" for g in gain))
+    for name, found in document["gain"].items():
+        gain = [found[f"{share:g}"] for share in SHARES]
+        table.add_section()
+        table.add_row(
+            f"predicted - {name}",
+            *(f"{g['mean']:+.3f} ± {g['standard_error']:.3f}" for g in gain),
+        )
+        table.add_row("samples won", *(f"{g['won']} of {g['of']}" for g in gain))
     console.print(table)
     verdict = "better" if document["is_better"] else "not clearly better"
     console.print(f"the predictor is {verdict} than the moving average; "

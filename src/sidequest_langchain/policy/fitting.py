@@ -145,7 +145,7 @@ def judge(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """By how much a predictor's recall is above that of the moving average at one kept share."""
+    """By how much a predictor's recall is above that of another score at one kept share."""
 
     mean: float
     """Over whole samples, each as the mean of its cycles."""
@@ -161,14 +161,18 @@ class Gain:
 
 
 def gains(
-    predictor: Predictor, cycles: Sequence[Cycle], shares: Sequence[float] = SHARES
+    predictor: Predictor,
+    cycles: Sequence[Cycle],
+    shares: Sequence[float] = SHARES,
+    *,
+    over: str = "average",
 ) -> dict[float, Gain]:
-    """What a predictor gains over the moving average, by kept share."""
+    """What a predictor gains over one of `BASELINES`, by kept share."""
     found: dict[float, list[float]] = {share: [] for share in shares}
     for sample in dict.fromkeys(cycle.sample for cycle in cycles):
         own = judge(predictor, [c for c in cycles if c.sample == sample], shares)
         for share in shares:
-            found[share].append(own[share]["predicted"] - own[share]["average"])
+            found[share].append(own[share]["predicted"] - own[share][over])
     return {
         share: Gain(
             mean=fmean(each) if each else 0.0,
