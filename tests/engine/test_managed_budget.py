@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from sidequest_langchain.config import Protection, Tiers
@@ -29,6 +29,13 @@ from tests.support.tok import byte_tokenizer
 CHUNK, GROWTH = 16, 32
 RULES = Protection(n_sink=3, recent_window=6, ends=0.0, newest_tool_call=False)
 N_SYSTEM = 5
+
+
+def n_rows(segment):
+    """Rows that are there, of all heads; a cut pads what heads keep."""
+    keep = segment.kept_by_head
+    n_heads = len(segment.keys) * segment.keys[0].shape[0] if segment.keys else 1
+    return segment.n_resident * n_heads if keep is None else int((keep < segment.n_tokens).sum())
 
 
 class Trace:
@@ -89,6 +96,28 @@ class Trace:
                 assert len(outcome.token_ids) == n_new
                 self.histories.append((*request.prompt_ids, *outcome.token_ids))
 
+    def exact(self, at, size, n_new):
+        """A call that agreed to nothing lossy: it answers as if nothing were managed."""
+        [request] = self.requests(at, [size], n_new)
+        [(listener, _)] = submit_all(self.engine, [replace(request, exact=True)])
+        outcome = listener.outcome()
+        if isinstance(outcome, BudgetExceeded):
+            self.n_refused += 1
+            return
+        assert not isinstance(outcome, BaseException), outcome
+        model = self.engine._core.adapter.model
+        right = oracle.greedy(model, request.prompt_ids, n_new, ignore_eos=True)
+        assert list(outcome.token_ids) == right
+
+    def pin(self, at, rest):
+        """What is pinned stays as it is, whatever comes."""
+        name = self.names[at % len(self.names)] if self.names else "nobody"
+        with self.engine.kv.pin(name):
+            tips = [p.tip for p in self.tree.paths.values() if p.label.branch == name]
+            before = sum(n_rows(s) for tip in tips for s in tip.path())
+            getattr(self, rest[0])(*rest[1:])
+            assert sum(n_rows(s) for tip in tips for s in tip.path()) == before
+
     def prune(self, at):
         if self.names:
             self.engine.kv.release(self.names[at % len(self.names)])
@@ -107,13 +136,16 @@ class Trace:
         assert usage.peak_bytes <= most, (usage.peak_bytes - budget) / row
 
 
+ASKING = st.tuples(
+    st.just("ask"),
+    st.integers(0, 9),
+    st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    st.integers(1, 20),
+)
 OPS = st.one_of(
-    st.tuples(
-        st.just("ask"),
-        st.integers(0, 9),
-        st.lists(st.integers(1, 30), min_size=1, max_size=3),
-        st.integers(1, 20),
-    ),
+    ASKING,
+    st.tuples(st.just("exact"), st.integers(0, 9), st.integers(1, 20), st.integers(1, 6)),
+    st.tuples(st.just("pin"), st.integers(0, 9), ASKING),
     st.tuples(st.just("ask"), st.integers(0, 9), st.just([90]), st.integers(1, 6)),
     st.tuples(st.just("prune"), st.integers(0, 9)),
 )
@@ -129,7 +161,12 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking would take minutes
+)
 @given(ops=st.lists(OPS, min_size=3, max_size=8), n_rows=st.integers(110, 200))
 def test_random_traces_keep_the_budget(mode, ops, n_rows):
     from sidequest_langchain.engine.engine import Engine
@@ -213,6 +250,7 @@ def test_protected_rows_alone_exceed_the_budget(order, make_engine):
     submitted = submit_all(engine, [requests[i] for i in order])
     outcomes = {i: listener.outcome() for i, (listener, _) in zip(order, submitted, strict=True)}
     assert isinstance(outcomes[1], BudgetExceeded)
+    assert not isinstance(outcomes[0], BaseException), outcomes[0]
     assert len(outcomes[0].token_ids) == 12
     assert len(told) >= 2
     engine.kv.check_integrity()
