@@ -99,7 +99,7 @@ class Passes:
             n_rows += tip.capacity_for(len(share.tokens), share.n_guesses) - tip.capacity
             n_tokens += len(share.tokens)
         n_bytes = n_rows * tree.bytes_per_token
-        if self._manager is None or self._config.observe:
+        if self._manager is None:
             self.keep_budget(n_bytes=n_bytes, n_tokens=n_tokens)
         else:
             try:
@@ -113,7 +113,7 @@ class Passes:
     def keep_budget(self, *, n_bytes: int = 0, n_tokens: int = 0) -> None:
         """Release what is idle until so much more fits into the budget."""
         config, tree = self._config, self._tree
-        if self._manager is not None and not config.observe:
+        if self._manager is not None:
             self._manager.node_ended()
             return
         if config.budget_bytes is None and config.budget_tokens is None:

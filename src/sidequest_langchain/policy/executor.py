@@ -18,6 +18,10 @@ from sidequest_langchain.policy.facts import Bools, CacheFacts
 from sidequest_langchain.policy.monitor import Monitor
 
 
+FEWEST_LAYERS = 6
+"""Of a model whose first and last layer may be left out of packing: of fewer, too little is left."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """An act that cannot be carried out, and why."""
@@ -70,7 +74,7 @@ class Executor:
         Returns:
             Whether that is new.
         """
-        if self._has_tried_ends:
+        if self._has_tried_ends or len(self._tree.layout) < FEWEST_LAYERS:
             return False
         self._has_tried_ends = True
         self._exempt = tuple(sorted({*self._exempt, 0, len(self._tree.layout) - 1}))
