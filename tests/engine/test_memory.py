@@ -16,6 +16,7 @@ import torch
 
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.engine import Engine
+from sidequest_langchain.engine.replies import Reply
 from sidequest_langchain.engine.request import GenerationResult
 from sidequest_langchain.errors import RequestCancelledError
 from sidequest_langchain.labels import PathSelector
@@ -463,14 +464,15 @@ def test_500_threads_under_a_budget(make_engine: MakeEngine) -> None:
         assert tree.n_bytes <= 2**20
         if n in (150, 499):
             gc.collect()
-            n_objects.append(len(gc.get_objects()))
+            # The log of replies is bounded by itself, far above this.
+            n_objects.append(sum(type(one) is not Reply for one in gc.get_objects()))
     # 31 calls of 63 rows and a running one of 62 with its room to grow; it closes with a copy.
     usage = engine.kv.usage()
     assert usage.peak_resident_bytes == (31 * 63 + 62 + 32) * PER_TOKEN <= 2**20
     assert usage.peak_bytes == usage.peak_resident_bytes + 63 * PER_TOKEN
     assert len(tree.paths) < 40
     assert len(tree._roots) < 40
-    assert n_objects[1] - n_objects[0] < 350, "something is kept for each thread"
+    assert n_objects[1] - n_objects[0] < 100, "something is kept for each thread"
     audit(engine)
 
 
