@@ -68,7 +68,7 @@ class Ours(Contestant):
         """From the cache's own books."""
         now, before = self._model.kv.usage(), self._before
         return Held(
-            kv_bytes=now.peak_bytes,
+            kv_bytes=now.peak_resident_bytes,
             kv_how="measured",
             n_prefilled_tokens=now.n_prefilled_tokens - before.n_prefilled_tokens,
             facts={"n_steps": now.n_steps - before.n_steps},

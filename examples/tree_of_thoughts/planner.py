@@ -223,7 +223,7 @@ class _Meter:
     def peak_bytes(self) -> int | None:
         if self._model is None:
             return None
-        return self._model.kv.usage().peak_bytes - self._before_bytes
+        return self._model.kv.usage().peak_resident_bytes - self._before_bytes
 
     def clear(self) -> None:
         if self._model is not None:

@@ -115,6 +115,6 @@ def _held(
         n_tokens=n_tokens,
         n_rows=usage.n_tokens,
         n_bytes=usage.n_bytes,
-        peak_bytes=usage.peak_bytes,
+        peak_bytes=usage.peak_resident_bytes,
         seconds=seconds,
     )
