@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.errors import ConfigError
+from sidequest_langchain.models import DEFAULT_MODEL
 from sidequest_langchain.policy import importance
 from sidequest_langchain.policy.importance import FEATURES, MLP, features_of, predict, predictor_for
 from tests.engine.driving import ask, ids, model_of, run
@@ -124,3 +127,13 @@ def test_all_segments_at_once_are_as_one_by_one():
 def test_settings_tell_engines_apart_by_the_predictor():
     assert CacheConfig() != CacheConfig(predictor="none")
     assert "predictor='none'" in repr(CacheConfig(predictor="none"))
+
+
+def test_the_page_says_what_runs_and_how_much_is_shipped():
+    page = (Path(__file__).parents[2] / "docs" / "importance.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(compile(example, "importance.md", "exec"), {})
+    shipped = predictor_for("auto", DEFAULT_MODEL)
+    assert f"{shipped.n_bytes / 1000:.1f} KB" in page
+    assert f"{sum(t.size for t in shipped.tensors.values()):,} numbers" in page
+    assert page.count(f"`{DEFAULT_MODEL}` has weights") == 1

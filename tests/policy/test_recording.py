@@ -81,6 +81,7 @@ def test_half_of_the_future_is_enough_at_the_end(engine):
 def test_answers_and_notes_are_as_without(engine):
     plain = engine_of()
     want = run(plain, ask(ids(40), 30, ignore_eos=True)).token_ids
+    plain._core.call(lambda: None).result()  # answers come before the last step is noted
     inner = engine._core.manager.monitor
     recorder, tokens = record(engine, [ids(40)])
     assert tuple(tokens[40:]) == tuple(want)
