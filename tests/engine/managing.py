@@ -21,8 +21,10 @@ from transformers.masking_utils import eager_mask
 
 from sidequest_langchain.config import CacheConfig, Guard, Protection, Tiers
 from sidequest_langchain.engine.engine import Engine
+from sidequest_langchain.engine.request import GenerationRequest, GenerationResult
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.policy.receipts import ActReceipt
+from tests.engine import driving
 from tests.engine.driving import PATIENCE_S
 from tests.support.tiny import tiny_model
 
@@ -57,6 +59,25 @@ def plain_model(family: str, **given: Any) -> PreTrainedModel:
     model = tiny_model(family, **given)
     model.set_attn_implementation("tests-oracle")
     return model
+
+
+def settle(engine: Engine) -> None:
+    """Wait for the end of the step that told the last result: it is managed after that."""
+    engine._core.call(lambda: None).result(PATIENCE_S)
+
+
+def run(engine: Engine, request: GenerationRequest) -> GenerationResult:
+    """The result of one request, alone, once its last step is over."""
+    result = driving.run(engine, request)
+    settle(engine)
+    return result
+
+
+def run_together(engine: Engine, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+    """The results of requests that run in one batch, once its last step is over."""
+    results = driving.run_together(engine, requests)
+    settle(engine)
+    return results
 
 
 def tokens_to(segment: Segment) -> tuple[int, ...]:
@@ -190,6 +211,7 @@ class Shadow:
         Returns:
             How many of the queries saw less than everything.
         """
+        settle(self.engine)
         said, self._n_checked = self.said[self._n_checked :], len(self.said)
         assert said, "nothing was said"
         longest: list[tuple[Said, Tensor]] = []

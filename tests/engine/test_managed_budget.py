@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 from sidequest_langchain.config import Protection, Tiers
 from sidequest_langchain.errors import BudgetExceeded
 from sidequest_langchain.kinds import TokenKind
-from tests.engine.driving import (
-    ask,
-    ids,
-    model_of,
-    resident,
-    right_answer,
-    run,
-    submit_all,
-    token_bytes,
-)
-from tests.engine.managing import Shadow, managed
+from tests.engine.driving import ask, ids, model_of, resident, right_answer, submit_all, token_bytes
+from tests.engine.managing import Shadow, managed, run
 from tests.support import oracle
 from tests.support.tok import byte_tokenizer
 

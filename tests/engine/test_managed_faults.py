@@ -21,11 +21,10 @@ from tests.engine.driving import (
     model_of,
     resident,
     right_answer,
-    run,
     submit_all,
     token_bytes,
 )
-from tests.engine.managing import LITTLE, Shadow, managed
+from tests.engine.managing import LITTLE, Shadow, managed, run
 from tests.engine.test_managed_oracle import siblings, turns
 from tests.support import oracle
 from tests.support.tiny import tiny_model
@@ -446,6 +445,7 @@ def test_exact_calls_never_see_lossy_rows(make_engine):
         plain, exact = ask(ids(120), 12, ignore_eos=True), replace(ask(longer, 8), exact=True)
         told = submit_all(engine, [plain, exact])
         assert told[1][0].result().token_ids == right_answer("llama", longer, 8)
+        told[0][0].result()
         again = run(engine, replace(ask([*longer, 5], 8), exact=True))
         assert again.token_ids == right_answer("llama", [*longer, 5], 8)
 

@@ -15,8 +15,8 @@ from sidequest_langchain.config import Tiers
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.policy.manager import Manager
 from sidequest_langchain.policy.registry import policy_names
-from tests.engine.driving import ask, ids, model_of, run, run_together, token_bytes
-from tests.engine.managing import Shadow, managed
+from tests.engine.driving import ask, ids, model_of, token_bytes
+from tests.engine.managing import Shadow, managed, run, run_together
 from tests.support.tiny import FAMILIES
 
 MakeEngine = Callable[..., Engine]

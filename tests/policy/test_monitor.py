@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 
-from tests.engine.driving import ask, ids, run, run_together
-from tests.engine.managing import managed, tokens_to
+from tests.engine.driving import ask, ids
+from tests.engine.managing import managed, run, run_together, tokens_to
 from tests.support.tiny import tiny_model
 
 DECAY, WINDOW = 0.9, 32
