@@ -29,6 +29,8 @@ _TRIED = (
     "the cache's budget could not be kept: acts that should have freed enough failed, or freed "
     "less; receipts say why"
 )
+FORCED_ROWS = 16
+"""Rows that go together where the budget asks for more than the guard allows."""
 MOST_ROUNDS = 3
 """Cycles in a row, where the bytes that acts would free were estimated too high."""
 
@@ -76,7 +78,8 @@ class Cycles:
             Receipts of what was done, or would have been.
 
         Raises:
-            BudgetExceeded: The budget cannot be kept; nothing was done.
+            BudgetExceeded: The budget cannot be kept. Nothing was done, or what a round before had
+                done is in the receipts.
         """
         found: list[ActReceipt] = []
         try:
@@ -118,8 +121,10 @@ class Cycles:
         if config.observe:
             return [*receipts, *self._imagine(decision, segments)]
         kl, objection = self._ask_guard(decision, segments)
-        if objection and must < wanted:  # no more than the budget needs
-            decision = decide(must, must) if must else decision
+        if objection and must < wanted:  # little more than the budget needs
+            # A few rows at once: a cycle for every row would cost more than it spares.
+            enough = max(must, min(wanted, FORCED_ROWS * self._tree.bytes_per_token))
+            decision = decide(enough, must) if must else decision
             kl, objection = self._ask_guard(decision, segments) if must else (kl, objection)
         if objection and not must:
             self._quiet_until = self._monitor.n_steps + 64
