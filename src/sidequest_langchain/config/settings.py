@@ -191,8 +191,10 @@ class CacheConfig(Settings):
         object.__setattr__(self, "receipts_file", as_path("receipts_file", self.receipts_file))
         if self.predictor not in ("auto", "none"):
             # As it was given, so that the message names it; no setting at all is no path.
-            given: object = "" if self.predictor is None else self.predictor
-            object.__setattr__(self, "predictor", as_path("predictor", given))
+            given: object = self.predictor
+            object.__setattr__(
+                self, "predictor", as_path("predictor", "" if given is None else given)
+            )
         _check_policy(self.policy)
 
     def _check_contradictions(self) -> None:
