@@ -90,6 +90,18 @@ class TestRun:
         assert "| full cache |" in page
         assert str(tmp_path / "log") not in page
 
+    def test_the_predictor_is_handed_on_and_told(self, capsys, folder, tmp_path):
+        words = ["--model", str(folder), "--tasks", "needle", "--tokens", "200", "--samples", "1"]
+        words += ["--policies", "staged", "--budgets", "0.5"]
+        _, out, _ = run(capsys, *words, "--predictor", str(tmp_path / "nothing"))
+        document = json.loads(out.splitlines()[-1])
+        assert document["predictor"] == str(tmp_path / "nothing")
+        assert "importance weights cannot be read" in str(document["results"][1]["errors"])
+        _, out, _ = run(capsys, *words, "--predictor", "none")
+        document = json.loads(out.splitlines()[-1])
+        assert document["predictor"] == "none"
+        assert document["results"][1]["errors"] == {}
+
     def test_a_log_of_another_seed_is_refused(self, capsys, folder, tmp_path):
         words = [*SMALL, "--model", str(folder), "--tasks", "needle", "--out", str(tmp_path / "l")]
         run(capsys, *words)

@@ -33,7 +33,7 @@ def budgets(monkeypatch) -> list[int]:
     """The managed arm has another way to the same answers; notes what the full cache held."""
     seen: list[int] = []
 
-    def settings(arm: Arm, full_bytes: int) -> CacheConfig:
+    def settings(arm: Arm, full_bytes: int, **_: str) -> CacheConfig:
         if arm.is_full:
             return CacheConfig()
         seen.append(full_bytes)
@@ -135,7 +135,7 @@ class TestRunning:
 
 class TestFailures:
     def test_a_policy_that_fails_scores_nothing_and_the_run_goes_on(self, runs, monkeypatch):
-        def settings(arm, full_bytes):
+        def settings(arm, full_bytes, **_):
             if not arm.is_full:
                 msg = "no such\npolicy"
                 raise ConfigError(msg)
@@ -151,7 +151,7 @@ class TestFailures:
         assert scores_of(failed) == [0.0, 0.0, 0.0]
 
     def test_without_the_full_caches_result_there_is_no_budget(self, runs, monkeypatch):
-        def settings(arm, full_bytes):
+        def settings(arm, full_bytes, **_):
             msg = "out of luck"
             raise ConfigError(msg)
 

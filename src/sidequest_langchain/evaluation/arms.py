@@ -44,15 +44,16 @@ def arms_of(policies: Iterable[str], budgets: Sequence[float]) -> tuple[Arm, ...
     return (Arm(policy=NONE), *pairs)
 
 
-def settings_of(arm: Arm, full_bytes: int) -> CacheConfig:
+def settings_of(arm: Arm, full_bytes: int, *, predictor: str = "auto") -> CacheConfig:
     """The cache settings of an arm.
 
     Args:
         arm: Policy and budget.
         full_bytes: What the full cache holds for the same sample. The budget is in bytes at
             the allocator, so that compressed rows count for what they are.
+        predictor: As in the settings.
     """
     if arm.budget is None:
         return CacheConfig()
     budget_bytes = max(1, round(arm.budget * full_bytes))
-    return CacheConfig(policy=arm.policy, budget_bytes=budget_bytes)
+    return CacheConfig(policy=arm.policy, budget_bytes=budget_bytes, predictor=predictor)

@@ -96,6 +96,7 @@ def _run(
         "model": args.model,
         "tokens": args.tokens,
         "seed": args.seed,
+        **({} if args.predictor == "auto" else {"predictor": args.predictor}),
     }
     log = ResultLog(args.out, settings)
     with progress() as say:
@@ -169,6 +170,7 @@ def _plan(args: argparse.Namespace, known: Mapping[str, Task]) -> Plan:
         n_samples=args.samples,
         n_tokens=args.tokens,
         seed=args.seed,
+        predictor=args.predictor,
     )
 
 
@@ -244,6 +246,8 @@ def _parser(more: Mapping[str, tuple[Task, Solve]]) -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="another seed: other samples (0)")
     add("--model", default=DEFAULT_MODEL, metavar="M",
         help="catalogue name, folder, .gguf file or Hub id (%(default)s)")  # fmt: skip
+    add("--predictor", default="auto", metavar="P",
+        help="of attention: auto, none (its average) or a file of weights (auto)")  # fmt: skip
     add("--out", type=Path, metavar="FILE",
         help="JSON lines: each result as it comes; what is there is not run again")  # fmt: skip
     add("--docs", type=Path, metavar="DOC", help="put the tables into this Markdown file")

@@ -34,6 +34,8 @@ class Plan:
     n_tokens: int
     """Of a sample's context, about."""
     seed: int
+    predictor: str = "auto"
+    """As in `CacheConfig`."""
 
     def n_jobs(self) -> int:
         """Samples to run, over all tasks and arms."""
@@ -99,14 +101,14 @@ class Runner:
         def record_of() -> Record:
             # Kept for the other arms of this sample, and let go with them: it is large.
             if not full:
-                with self._model(Arm(policy="none"), 0) as model:
+                with self._model(Arm(policy="none"), 0, plan) as model:
                     full.append(record(model, sample()))
             return full[0]
 
         def outcome(arm: Arm, full_bytes: int) -> Outcome:
             if task.is_forced and arm.is_full:
                 return record_of().outcome
-            with self._model(arm, full_bytes) as model:
+            with self._model(arm, full_bytes, plan) as model:
                 if solve is not None:
                     return solve(model, plan.seed + number)
                 if task.is_forced:
@@ -136,9 +138,9 @@ class Runner:
         return int(row["n_bytes"])
 
     @contextmanager
-    def _model(self, arm: Arm, full_bytes: int) -> Iterator[SideQuestChatModel]:
+    def _model(self, arm: Arm, full_bytes: int, plan: Plan) -> Iterator[SideQuestChatModel]:
         """A chat model over an engine of its own, whose memory is free afterwards."""
-        settings = settings_of(arm, full_bytes)
+        settings = settings_of(arm, full_bytes, predictor=plan.predictor)
         model = SideQuestChatModel(cache_config=settings, **self._given)
         engine = model.engine
         try:
