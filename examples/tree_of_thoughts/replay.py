@@ -59,7 +59,8 @@ def replay_without_release(
     finally:
         model.kv.clear(thread_id)
     return Kept(
-        peak_bytes=usage.peak_resident_bytes - before_bytes, final_bytes=usage.n_bytes - before_bytes
+        peak_bytes=usage.peak_resident_bytes - before_bytes,
+        final_bytes=usage.n_bytes - before_bytes,
     )
 
 

@@ -18,6 +18,7 @@ from langchain_core.messages import (
 )
 from transformers import AutoTokenizer
 
+from sidequest_langchain import CacheConfig
 from sidequest_langchain.chat.prompt import Prompt, PromptAssembler
 from sidequest_langchain.engine.replies import Reply, ReplyLog
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
@@ -466,7 +467,7 @@ def test_a_request_carries_kinds_only_where_somebody_asks(make_chat, monkeypatch
     chat = make_chat(template=templates.TOOLS)
     plain = chat._prepare(TALK, None, None, {}).requests[0]
     assert (plain.kinds, plain.spans, plain.exact) == (b"", (), False)
-    monkeypatch.setattr("sidequest_langchain.chat.serving.is_managed", lambda _: True)
+    monkeypatch.setattr(CacheConfig, "is_managed", property(lambda _: True))
     managed = chat._prepare(TALK, None, None, {}).requests[0]
     assert managed.prompt_ids == plain.prompt_ids
     assert len(managed.kinds) == len(managed.prompt_ids)

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from sidequest_langchain.policy.manager import Manager
 from tests.engine.driving import ask, ids
 from tests.engine.managing import managed, run, run_together, tokens_to
 from tests.support.tiny import tiny_model
@@ -142,11 +143,14 @@ def test_scores_of_siblings_at_once(family, make_engine):
     check(engine, steps, family, names=("importance", "accumulated", "n_seen"))
 
 
-def test_notes_follow_seals_and_cuts(make_engine):
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_notes_follow_seals_and_cuts(is_fused, make_engine, monkeypatch):
     """Blocks of 8 rows are sealed while a path runs; then it is forked inside of them."""
+    if not is_fused:
+        monkeypatch.setattr(Manager, "_fuse", lambda self: None)
     engine, steps = watched(make_engine, "llama", prefill_chunk=8)
     run(engine, ask(ids(30), 30, ignore_eos=True))
-    assert len(list(engine._core.tree.segments())) > 4
+    assert (len(list(engine._core.tree.segments())) > 4) is not is_fused
     for n in (5, 13, 27):
         run(engine, ask([*ids(n), *ids(4, seed=n)], 2, ignore_eos=True))
     check(engine, steps, "llama")

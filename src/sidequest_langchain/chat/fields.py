@@ -20,7 +20,6 @@ from sidequest_langchain.chat.settings import as_stops, near_match, settings_for
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.errors import ConfigError, RequestError
 from sidequest_langchain.models.catalogue import DEFAULT_MODEL
-from sidequest_langchain.policy.manager import is_managed
 
 
 class ModelFields(Entries):
@@ -107,7 +106,7 @@ class ModelFields(Entries):
             "model_stop": list(as_stops(self.stop)),
             "chat_template": template if template is None else json.dumps(template, sort_keys=True),
             "weights": self.engines.identity,
-            "managed_cache": str(self.cache_config) if is_managed(self.cache_config) else None,
+            "managed_cache": str(self.cache_config) if self.cache_config.is_managed else None,
         }
 
     def _resolve_model_profile(self) -> ModelProfile:

@@ -26,7 +26,6 @@ from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.registry import engine_for
 from sidequest_langchain.engine.request import GenerationRequest
 from sidequest_langchain.engine.segments import KVSegments
-from sidequest_langchain.policy.manager import is_managed
 
 _QUICK_CHARS, _QUICK_MESSAGES = 12_000, 60
 """Prompts up to this size are made on the event loop: that takes a few milliseconds."""
@@ -119,7 +118,7 @@ class ServedModel(ModelFields):
         prompt = self._assembler.assemble(
             messages,
             settings.tools,
-            with_kinds=is_managed(config),
+            with_kinds=config.is_managed,
             marked=config.protection.protect_text,
         )
         scope = scope_of(config.isolation, run_manager)

@@ -135,6 +135,11 @@ class CacheConfig(Settings):
         preset = given.pop("preset", None)
         return _made(cls, given, "the TOML") if preset is None else cls.preset(preset, **given)
 
+    @property
+    def is_managed(self) -> bool:
+        """Whether something is managed, or observed: if not, all of it is exact."""
+        return self.observe or self.policy not in (None, "none")
+
     def to_toml(self) -> str:
         """What differs from the defaults, as TOML text.
 

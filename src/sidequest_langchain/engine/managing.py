@@ -16,7 +16,7 @@ from sidequest_langchain.engine.pacing import prefill_chunk_of
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
 from sidequest_langchain.kv.tree import SegmentTree
 from sidequest_langchain.policy.importance import predictor_for
-from sidequest_langchain.policy.manager import Manager, is_managed
+from sidequest_langchain.policy.manager import Manager
 
 MOST_BLOCK_ROWS = 256
 """Rows after which a running tip is sealed. What is copied at once, when rows of a segment go,
@@ -44,7 +44,7 @@ def manager_for(
         ConfigError: There is no policy of that name, or no such weights of a predictor.
         ArchiveError: Nothing can be written to the archive's folder.
     """
-    if not is_managed(config):
+    if not config.is_managed:
         return None
     return Manager(
         tree,

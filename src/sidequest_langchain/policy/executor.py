@@ -17,9 +17,8 @@ from sidequest_langchain.policy.acts import Act, Archive, Compress, Evict, Evict
 from sidequest_langchain.policy.facts import Bools, CacheFacts
 from sidequest_langchain.policy.monitor import Monitor
 
-
 FEWEST_LAYERS = 6
-"""Of a model whose first and last layer may be left out of packing: of fewer, too little is left."""
+"""Of a model whose first and last layer may stay unpacked: of fewer, too little is packed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,16 @@ class Limits:
             for limit in self.limits()
         )
 
+    def spare_rows(self) -> int:
+        """Rows that fit between where cycles begin and the budget, of the smallest one.
+
+        A segment of so many can lose rows, for which those that stay are copied, without passing
+        the budget.
+        """
+        budgets = [limit.hard for limit in self.limits() if limit.hard is not None]
+        spare = (1 - self._config.trigger) * min(budgets, default=2**62)
+        return int(spare / self._tree.bytes_per_token)
+
     def headroom(self) -> float:
         """Bytes up to where cycles begin to give back, of the limit that is nearest."""
         trigger = self._config.trigger

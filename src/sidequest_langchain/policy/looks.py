@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,14 +12,46 @@ from sidequest_langchain.kv.segment import Segment
 
 
 @dataclass(frozen=True, slots=True)
+class LogShares:
+    """Shares that are yet to be formed: one call for many steps costs no more than for one."""
+
+    lses: Sequence[Tensor]
+    """Of each segment, `[H, G * R]`."""
+    total: Tensor
+    """`[H, G * R]`."""
+    n_group: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shares:
     """What one layer gave some segments in one step."""
 
     segments: Sequence[Segment]
     rows: Sequence[tuple[int, ...]]
     """Of the step, those that read each of them."""
-    shares: Tensor
+    shares: Tensor | LogShares
     """Of the attention, mean over heads, summed over these rows."""
+
+
+def formed(told: Sequence[Shares]) -> Iterator[list[float]]:
+    """The shares of each, in order, as numbers; waits for the device once for those alike."""
+    alike: dict[tuple[int, torch.Size], list[int]] = {}
+    found: dict[int, list[float]] = {}
+    for i, one in enumerate(told):
+        if isinstance(one.shares, LogShares):
+            alike.setdefault((len(one.shares.lses), one.shares.total.shape), []).append(i)
+        else:
+            found[i] = one.shares.tolist()
+    for (n_parts, shape), members in alike.items():
+        logs = [told[i].shares for i in members]
+        lses = torch.stack([t for log in logs if isinstance(log, LogShares) for t in log.lses])
+        totals = torch.stack([log.total for log in logs if isinstance(log, LogShares)])
+        n_group = next(log.n_group for log in logs if isinstance(log, LogShares))
+        over = totals.unsqueeze(1)
+        shares = torch.exp(lses.view(-1, n_parts, *shape) - over).sum((2, 3))
+        numbers = (shares / (shape[0] * n_group)).tolist()
+        found.update(zip(members, numbers, strict=True))
+    return iter([found[i] for i in range(len(told))])
 
 
 @dataclass(slots=True)

@@ -34,11 +34,6 @@ RECALLED_STEPS = 256
 """Steps for which rows that were called back stay."""
 
 
-def is_managed(config: CacheConfig) -> bool:
-    """Whether these settings need a manager: something is managed, or observed."""
-    return config.observe or config.policy not in (None, "none")
-
-
 class Manager:
     """Monitor, decision engine, executor and guard over one tree, for one engine's thread.
 
@@ -115,9 +110,9 @@ class Manager:
         tree.most_joined_rows = block_rows
         tree.archive = self._archive = archive_for(config, fingerprint())
         self._returns = Returns(tree, self.monitor, make_room=self._make_room_to_return)
-        is_adaptive = config.interval == "adaptive"
-        self._interval = FIRST_INTERVAL if is_adaptive else int(config.interval)
-        self._is_adaptive = is_adaptive
+        self._is_adaptive = config.interval == "adaptive"
+        self._interval = FIRST_INTERVAL if self._is_adaptive else int(config.interval)
+        self._has_sealed = False
         self._n_since = 0
         self._headroom_then = 0.0
         self._begun = 0.0
@@ -158,6 +153,8 @@ class Manager:
         for path in paths:
             if path.is_running and path.tip.n_rows >= self._block_rows:
                 self.seal(path)
+        if self._has_sealed and not n_prefilled:
+            self._fuse()
         self._n_since += 1
         if self._n_since >= self._interval:
             self._tick()
@@ -165,6 +162,7 @@ class Manager:
 
     def seal(self, path: TreePath) -> None:
         """Close what a running tip holds, so that it can be managed; exact."""
+        self._has_sealed = True
         self.monitor.notes_of(path.tip)
         self._tree.seal(path)
         self.monitor.notes_of(path.tip)
@@ -222,10 +220,10 @@ class Manager:
 
     def _refresh_fingerprint(self) -> None:
         """Weights may have been written to, or an adapter switched: older copies are strange."""
-        if self._archive is not None:
-            now = dict(self._fingerprint())
-            if now != self._archive.fingerprint:
-                self._archive.fingerprint = now
+        if self._archive is not None and (now := dict(self._fingerprint())) != (
+            self._archive.fingerprint
+        ):
+            self._archive.fingerprint = now
 
     def _may_change(self, segment: Segment) -> bool:
         """Whether all readers agreed to lossy acts, and nobody called its rows back just now."""
@@ -263,17 +261,19 @@ class Manager:
 
     def _fuse(self) -> None:
         """Let the pieces of running paths that have become short be read as one; exact."""
+        self._has_sealed = False
+        most = max(self._block_rows, self._cycles.limits.spare_rows())
         self.monitor.read_masses()
         for tip in running_tips(self._tree):
             for segment in tip.path():
                 self.monitor.notes_of(segment)
-            self._tree.fuse(tip, self._block_rows)
+            self._tree.fuse(tip, most)
 
     def _seal_all(self) -> None:
         """Let go of open tips' older rows too, before the budget is said to be too small."""
-        for path in list(self._tree.paths.values()):
-            if path.is_running and path.tip.n_rows > self._config.protection.recent_window:
-                self.seal(path)
+        least = self._config.protection.recent_window
+        for path in [p for p in self._tree.paths.values() if p.is_running and p.tip.n_rows > least]:
+            self.seal(path)
 
     def _tick(self) -> None:
         has_acted = self._try("interval")

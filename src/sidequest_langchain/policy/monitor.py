@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sidequest_langchain.kv.parts import LOAD_ROWS, RowsByHead, StoredRows
 from sidequest_langchain.kv.segment import Segment
-from sidequest_langchain.policy.looks import Look, Shares, grown
+from sidequest_langchain.policy.looks import LogShares, Look, Shares, formed, grown
 from sidequest_langchain.policy.notes import HeadScores, Notebook, Notes
 from sidequest_langchain.policy.probabilities import (
     grouped_queries,
@@ -155,12 +155,13 @@ class Monitor:
     def read_masses(self) -> None:
         """Bring the segments' masses up to date; waits for the device."""
         first = self.n_steps - len(self._past_masses) + 1
+        numbers = formed([told for masses in self._past_masses for told in masses])
         for step, masses in enumerate(self._past_masses, first):
             found: dict[Segment, float] = {}
             readers: dict[Segment, set[int]] = {}
             for told in masses:
-                numbers = told.shares.tolist()
-                for segment, rows, share in zip(told.segments, told.rows, numbers, strict=True):
+                shares = next(numbers)
+                for segment, rows, share in zip(told.segments, told.rows, shares, strict=True):
                     found[segment] = found.get(segment, 0.0) + share / len(self._layers)
                     readers.setdefault(segment, set()).update(rows)
             for segment, share in found.items():
@@ -175,21 +176,22 @@ class Monitor:
 
     def _note_masses(self, seen: Decoded, total: Tensor, rows: tuple[int, ...]) -> None:
         """Each block's exact share of the attention, mean over heads, sum over its rows."""
+        segments = [block.segment for block in seen.blocks]
         n_kv, n_group = total.shape[:2]
+        flat = total.reshape(n_kv, -1)
         if all(block.rows is None for block in seen.blocks):
-            shares = torch.stack(seen.lses).sub_(total.reshape(n_kv, -1)).exp_().sum((1, 2))
-        else:
-            parts = []
-            for block, lse in zip(seen.blocks, seen.lses, strict=True):
-                over = total if block.rows is None else total[:, :, list(block.rows)]
-                parts.append(torch.exp(lse - over.reshape(n_kv, -1)).sum())
-            shares = torch.stack(parts)
+            readers = [rows] * len(segments)
+            self._masses.append(Shares(segments, readers, LogShares(seen.lses, flat, n_group)))
+            return
+        parts = []
+        for block, lse in zip(seen.blocks, seen.lses, strict=True):
+            over = flat if block.rows is None else total[:, :, list(block.rows)].reshape(n_kv, -1)
+            parts.append(torch.exp(lse - over).sum())
         readers = [
             rows if block.rows is None else tuple(rows[j] for j in block.rows)
             for block in seen.blocks
         ]
-        segments = [block.segment for block in seen.blocks]
-        self._masses.append(Shares(segments, readers, shares / (n_kv * n_group)))
+        self._masses.append(Shares(segments, readers, torch.stack(parts) / (n_kv * n_group)))
 
     def _look_back(
         self,
