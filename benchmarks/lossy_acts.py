@@ -19,6 +19,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.progress import track
@@ -30,6 +31,7 @@ from sidequest_langchain.evaluation.forcing import divergence, teacher_forced
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.tree import SegmentTree
 
+from .docs import write_between
 from .engine_steps import Raw, request
 from .machine import describe
 from .prose import notes, tool_result
@@ -100,12 +102,29 @@ def measure(engine: Engine, ids: tuple[int, ...], n_context: int, acts: dict[str
     return found
 
 
+def table(found: dict[str, dict[str, float]], args: argparse.Namespace) -> list[str]:
+    """The figures as a table of Markdown."""
+    rows = [
+        f"| {name} | {one['kl']:.2g} | {one['top1']:.1%} | {one['bytes']:.3f} |"
+        for name, one in found.items()
+    ]
+    return [
+        f"{args.model}, {args.context} tokens read, {args.forced} forced after them "
+        "(`python -m benchmarks.lossy_acts --docs docs/managed-cache.md`):",
+        "",
+        "| all rows, or those that stay | KL, nats a token | same best token | bytes of fp32 |",
+        "|---|---|---|---|",
+        *rows,
+    ]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the measurement and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Raw)
     parser.add_argument("--model", default="qwen2.5-coder-0.5b")
     parser.add_argument("--context", type=int, default=2000, help="tokens read")
     parser.add_argument("--forced", type=int, default=128, help="tokens forced after them")
+    parser.add_argument("--docs", type=Path, help="page between whose marks the table goes")
     args = parser.parse_args(argv)
     engine = SideQuestChatModel(model=args.model, cache=CacheConfig(isolation="shared")).engine
     ids = text_ids(engine, args.context + args.forced)
@@ -124,7 +143,10 @@ def main(argv: list[str] | None = None) -> int:
             f"{name:>12}: KL {one['kl']:.2g} (most {one['kl_max']:.2g}), "
             f"top-1 {one['top1']:.1%}, {one['bytes']:.3f} of the bytes"
         )
-    print(json.dumps({"machine": describe(), **vars(args), "acts": found, "holds": holds}))
+    if args.docs is not None:
+        write_between(args.docs, "lossy acts", table(found, args))
+    given = {name: value for name, value in vars(args).items() if name != "docs"}
+    print(json.dumps({"machine": describe(), **given, "acts": found, "holds": holds}))
     return 0 if all(holds.values()) else 1
 
 

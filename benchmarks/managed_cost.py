@@ -20,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
@@ -28,6 +29,7 @@ from sidequest_langchain import SideQuestChatModel
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.engine import Engine
 
+from .docs import write_between
 from .engine_steps import Raw, request, seconds_per_step, trunk_ids
 from .machine import describe
 
@@ -91,6 +93,32 @@ def interleaved(
     }
 
 
+def table(found: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    """The figures as tables of Markdown."""
+    lines = [
+        f"{args.model}, {args.rounds} rounds of {args.new_tokens} tokens "
+        "(`python -m benchmarks.managed_cost --docs docs/managed-cache.md`).",
+        "",
+        f"| decoding over {args.path} tokens | ms a token | ratio |",
+        "|---|---|---|",
+    ]
+    for name, one in found["watching"].items():
+        lines.append(f"| {name} | {1e3 * one['seconds_per_step']:.1f} | {one['ratio']:.3f} |")
+    lines += [
+        "",
+        f"| tokens seen | budget of {args.budget} tokens: ms a token | ratio | none: ms | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    managed, plain = found["curve"]["managed"], found["curve"]["plain"]
+    for n, one in managed.items():
+        other = plain[n]
+        lines.append(
+            f"| {n} | {1e3 * one['seconds_per_step']:.1f} | {one['ratio']:.3f} | "
+            f"{1e3 * other['seconds_per_step']:.1f} | {other['ratio']:.3f} |"
+        )
+    return lines
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run both measurements and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Raw)
@@ -100,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seen", type=int, nargs="+", default=[2000, 4000, 8000, 16000])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--docs", type=Path, help="page between whose marks the tables go")
     args = parser.parse_args(argv)
     made = engines(args.model, args.budget, len(args.seen) + 1)
     plain, watching, managed = made[PLAIN][0], made[WATCHED][0], made[MANAGED]
@@ -136,13 +165,10 @@ def main(argv: list[str] | None = None) -> int:
         "managed": found["watching"][MANAGED]["ratio"] <= MOST_MANAGED,
         "flat": found["curve"]["managed"][last]["ratio"] <= MOST_GROWTH,
     }
-    for title in ("watching",):
-        for name, one in found[title].items():
-            print(f"{name:>16}: {1e3 * one['seconds_per_step']:.1f} ms, {one['ratio']:.3f} x")
-    for kind, curve in found["curve"].items():
-        for n, one in curve.items():
-            ms = 1e3 * one["seconds_per_step"]
-            print(f"{kind:>8} {n:>6} seen: {ms:.1f} ms, {one['ratio']:.3f} x")
+    lines = table(found, args)
+    print("\n".join(lines))
+    if args.docs is not None:
+        write_between(args.docs, "managed cost", lines)
     print(json.dumps({"machine": describe(), **found}))
     return 0 if all(found["holds"].values()) else 1
 
