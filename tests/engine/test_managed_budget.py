@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from sidequest_langchain.config import Protection, Tiers
@@ -151,6 +151,25 @@ MODES = {
 }
 
 
+LONG_PIECES = [
+    ("ask", 6, [90], 5),
+    ("ask", 4, [90], 4),
+    ("pin", 0, ("ask", 6, [21], 12)),
+    ("prune", 7),
+    ("ask", 5, [22], 14),
+]
+EXACT_PIECES = [
+    ("exact", 1, 19, 1),
+    ("exact", 5, 9, 2),
+    ("exact", 3, 20, 5),
+    ("pin", 1, ("ask", 6, [17], 20)),
+    ("ask", 6, [90], 3),
+    ("exact", 5, 19, 2),
+    ("pin", 5, ("ask", 5, [29, 19], 18)),
+]
+"""Traces in which pieces that were read as one were copied beside too much else."""
+
+
 @pytest.mark.parametrize("mode", MODES)
 @settings(
     max_examples=8,
@@ -159,6 +178,8 @@ MODES = {
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking would take minutes
 )
 @given(ops=st.lists(OPS, min_size=3, max_size=8), n_rows=st.integers(110, 200))
+@example(ops=LONG_PIECES, n_rows=139)
+@example(ops=EXACT_PIECES, n_rows=125)
 def test_random_traces_keep_the_budget(mode, ops, n_rows):
     from sidequest_langchain.engine.engine import Engine
 

@@ -194,11 +194,11 @@ MUTANTS: dict[str, tuple[Callable[..., Any], Mutant]] = {
         ),
     ),
     "notes of a head one too far": (
-        monitor.test_notes_follow_seals_and_cuts,
+        partial(monitor.test_notes_follow_seals_and_cuts, False),
         wrapped(Notes, "part", lambda part, self, first, last: part(self, max(0, first - 1), last)),
     ),
     "notes do not follow": (
-        monitor.test_notes_follow_seals_and_cuts,
+        partial(monitor.test_notes_follow_seals_and_cuts, False),
         wrapped(Notebook, "_leave_to_heads", lambda *_: None),
     ),
     "an act that fails is thought done": (

@@ -18,7 +18,7 @@ from sidequest_langchain.engine import attention_hook, scheduler
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.sequence import Sequence as EngineSequence
 from sidequest_langchain.errors import CacheCorrupted, UnsupportedModelError
-from sidequest_langchain.kv import tree, tree_attention
+from sidequest_langchain.kv import sharing, tree_attention
 from sidequest_langchain.kv.radix import RadixTree
 from sidequest_langchain.kv.segment import Segment, n_common
 from sidequest_langchain.kv.step_plan import StepPlan
@@ -201,7 +201,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Engine, str], None], Mutant]] = {
         "llama",
         checks.check_short_common_head,
         lambda patch: patch.setattr(
-            tree, "n_common", lambda mine, theirs: min(n_common(mine, theirs) + 1, len(theirs))
+            sharing, "n_common", lambda mine, theirs: min(n_common(mine, theirs) + 1, len(theirs))
         ),
     ),
     "causal mask missing": ("llama", checks.check_cold_and_warm, causal_mask_missing),

@@ -91,14 +91,14 @@ class Limits:
         )
 
     def spare_rows(self) -> int:
-        """Rows that fit between where cycles begin and the budget, of the smallest one.
+        """Rows that are few next to what lies between where cycles begin and the budget.
 
-        A segment of so many can lose rows, for which those that stay are copied, without passing
-        the budget.
+        When a segment of so many loses rows, those that stay are copied; a step's own rows, and
+        room to grow, come on top and must fit there too.
         """
         budgets = [limit.hard for limit in self.limits() if limit.hard is not None]
         spare = (1 - self._config.trigger) * min(budgets, default=2**62)
-        return int(spare / self._tree.bytes_per_token)
+        return int(spare / self._tree.bytes_per_token / 4)
 
     def headroom(self) -> float:
         """Bytes up to where cycles begin to give back, of the limit that is nearest."""
