@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sidequest_langchain.errors import SideQuestError
+from sidequest_langchain.errors import ConfigError, SideQuestError
 from sidequest_langchain.models.catalogue import DEFAULT_MODEL
 from sidequest_langchain.models.progress import on_console
 
@@ -31,7 +31,7 @@ from .lineup import EXTRA, chosen, gguf_of, python_of, source_of, why_absent
 from .machine import describe
 from .measuring import Field, Progress
 from .roster import ROSTER
-from .tables import MarksMissing, show, write
+from .tables import show, write
 from .workers import PATIENCE_S, Worker
 from .workloads import WORKLOADS
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(_parser().parse_args(words), words)
-    except (Mistake, MarksMissing) as error:
+    except (Mistake, ConfigError) as error:
         return _fail(str(error), status=2)
     except (SideQuestError, OSError) as error:
         return _fail(str(error), status=1)

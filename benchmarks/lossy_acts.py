@@ -28,10 +28,10 @@ from sidequest_langchain import SideQuestChatModel
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.evaluation.forcing import divergence, teacher_forced
+from sidequest_langchain.evaluation.pages import write_between
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.tree import SegmentTree
 
-from .docs import write_between
 from .engine_steps import Raw, request
 from .machine import describe
 from .prose import notes, tool_result
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
             f"top-1 {one['top1']:.1%}, {one['bytes']:.3f} of the bytes"
         )
     if args.docs is not None:
-        write_between(args.docs, "lossy acts", table(found, args))
+        write_between(args.docs, "lossy acts", "\n".join(table(found, args)))
     given = {name: value for name, value in vars(args).items() if name != "docs"}
     print(json.dumps({"machine": describe(), **given, "acts": found, "holds": holds}))
     return 0 if all(holds.values()) else 1

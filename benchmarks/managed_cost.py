@@ -28,8 +28,8 @@ from rich.progress import Progress
 from sidequest_langchain import SideQuestChatModel
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.engine import Engine
+from sidequest_langchain.evaluation.pages import write_between
 
-from .docs import write_between
 from .engine_steps import Raw, request, seconds_per_step, trunk_ids
 from .machine import describe
 
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     lines = table(found, args)
     print("\n".join(lines))
     if args.docs is not None:
-        write_between(args.docs, "managed cost", lines)
+        write_between(args.docs, "managed cost", "\n".join(lines))
     print(json.dumps({"machine": describe(), **found}))
     return 0 if all(found["holds"].values()) else 1
 

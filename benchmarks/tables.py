@@ -12,13 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-BEGIN = "<!-- figures: begin -->"
-END = "<!-- figures: end -->"
+from sidequest_langchain.evaluation.pages import write_between
+
 _HEAD = ("", "seconds", "× ours", "tok/s", "first", "KV", "memory", "prefilled", "same answers")
-
-
-class MarksMissing(Exception):
-    """A Markdown file has no place for figures."""
 
 
 def show(document: Mapping[str, Any], console: Console) -> None:
@@ -80,15 +76,9 @@ def write(path: Path, documents: Sequence[Mapping[str, Any]]) -> None:
     """Put the figures between the marks of a Markdown file.
 
     Raises:
-        MarksMissing: The file has none.
+        ConfigError: The file has none.
     """
-    text = path.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        msg = f"{path} has no place for figures; put {BEGIN} and {END} where they shall stand"
-        raise MarksMissing(msg)
-    path.write_text(f"{before}{BEGIN}\n\n{as_markdown(documents)}\n{END}{after}", encoding="utf-8")
+    write_between(path, "figures", as_markdown(documents))
 
 
 def _preface(document: Mapping[str, Any]) -> list[str]:

@@ -18,6 +18,8 @@ from benchmarks.work import Answer, Call, Step, Work, asked
 from benchmarks.workers import Worker, WorkerDied, WorkerError
 from benchmarks.workloads import WORKLOADS
 from sidequest_langchain import cli
+from sidequest_langchain.errors import ConfigError
+from sidequest_langchain.evaluation.pages import marks
 
 SOURCE = Source(name="tiny", folder="/nowhere", gguf=None)
 
@@ -179,7 +181,8 @@ class TestWork:
 class TestTables:
     def test_written_and_written_again(self, document, tmp_path):
         path = tmp_path / "doc.md"
-        path.write_text(f"head\n{tables.BEGIN}\nstale text\n{tables.END}\ntail\n", encoding="utf-8")
+        begin, end = marks("figures")
+        path.write_text(f"head\n{begin}\nstale text\n{end}\ntail\n", encoding="utf-8")
         tables.write(path, [document])
         once = path.read_text(encoding="utf-8")
         tables.write(path, [document])
@@ -198,14 +201,14 @@ class TestTables:
         path = tmp_path / "doc.md"
         path.write_text("text\n", encoding="utf-8")
 
-        with pytest.raises(tables.MarksMissing, match="has no place for figures"):
+        with pytest.raises(ConfigError, match="has no place for figures"):
             tables.write(path, [document])
         assert path.read_text(encoding="utf-8") == "text\n"
 
     def test_the_one_command_makes_them(self, document, tmp_path, capsys):
         run, doc = tmp_path / "run.json", tmp_path / "doc.md"
         run.write_text(json.dumps(document) + "\n", encoding="utf-8")
-        doc.write_text(f"{tables.BEGIN}\n{tables.END}\n", encoding="utf-8")
+        doc.write_text("\n".join(marks("figures")), encoding="utf-8")
 
         assert cli.main(["bench", "--from", str(run), "--write", str(doc)]) == 0
         assert "| ours | 2.0 (1.0–4.0) | 1 |" in doc.read_text(encoding="utf-8")

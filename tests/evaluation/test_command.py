@@ -9,9 +9,11 @@ import pytest
 
 from sidequest_langchain import cli
 from sidequest_langchain.evaluation.command import TASKS
-from sidequest_langchain.evaluation.tables import BEGIN, END
+from sidequest_langchain.evaluation.pages import marks
 
 SMALL = ["--tokens", "200", "--samples", "1", "--policies", "none"]
+
+BEGIN, END = marks("evaluation")
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -8,8 +8,9 @@ from rich.console import Console
 from sidequest_langchain.errors import ConfigError
 from sidequest_langchain.evaluation.arms import arms_of
 from sidequest_langchain.evaluation.figures import results
+from sidequest_langchain.evaluation.pages import marks
 from sidequest_langchain.evaluation.sample import Task
-from sidequest_langchain.evaluation.tables import BEGIN, END, blocks, show, write
+from sidequest_langchain.evaluation.tables import blocks, show, write
 
 TASKS = (
     Task(name="one", about=""),
@@ -17,6 +18,8 @@ TASKS = (
     Task(name="forced", about="", is_agent=True, is_forced=True),
 )
 ARMS = arms_of(["lru"], [0.5])
+
+BEGIN, END = marks("evaluation")
 
 
 def row(task: str, policy: str, *scores: float, n_bytes: int = 100, **given: object) -> dict:

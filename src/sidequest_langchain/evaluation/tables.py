@@ -12,10 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sidequest_langchain.errors import ConfigError
+from sidequest_langchain.evaluation.pages import write_between
 
-BEGIN = "<!-- evaluation: begin -->"
-END = "<!-- evaluation: end -->"
 _MEAN = "mean"
 
 
@@ -65,13 +63,7 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
         ConfigError: The file has no place for them.
         OSError: It cannot be read or written.
     """
-    text = path.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        msg = f"{path} has no place for figures; put {BEGIN} and {END} where they shall stand"
-        raise ConfigError(msg)
-    path.write_text(f"{before}{BEGIN}\n\n{as_markdown(document)}\n{END}{after}", encoding="utf-8")
+    write_between(path, "evaluation", as_markdown(document))
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:

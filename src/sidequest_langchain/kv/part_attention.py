@@ -13,7 +13,7 @@ from torch import Tensor
 from sidequest_langchain.kv.block_finding import in_place, rows_seen
 from sidequest_langchain.kv.blocks import Block, Row, at_offsets
 from sidequest_langchain.kv.features import Features
-from sidequest_langchain.kv.partial import Partial, merge
+from sidequest_langchain.kv.partial import Partial, joined
 from sidequest_langchain.kv.parts import LOAD_ROWS, Part, RowsByHead
 from sidequest_langchain.kv.segment import Segment
 
@@ -86,17 +86,6 @@ def read_segment(
                 )
             )
     return found
-
-
-def joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Partials over disjoint keys as one partial; a query that saw nothing gets -inf."""
-    if len(parts) == 1:
-        return parts[0]
-    outputs = torch.stack([out for out, _ in parts])
-    lses = torch.stack([lse for _, lse in parts])
-    # Where every part saw nothing the weights would be 0 / 0; any finite output will do.
-    least = torch.finfo(lses.dtype).min
-    return merge(outputs, lses.clamp_min(least)), torch.logsumexp(lses, 0)
 
 
 def _pieces(part: Part, first: int, last: int) -> Iterator[tuple[int, int]]:

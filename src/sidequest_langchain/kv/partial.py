@@ -8,6 +8,7 @@ Paper: Hydragen, arXiv:2402.05099, §3.1; FlashAttention, arXiv:2205.14135, §3.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -75,13 +76,7 @@ def math_partial(
         block = slice(start, min(start + KEY_BLOCK, n_keys))
         seen = None if visible is None else visible[..., block]
         parts.append(_score(q, k[:, block], v[:, block], scaling, seen, softcap))
-    if len(parts) == 1:
-        return parts[0]
-    outputs = torch.stack([out for out, _ in parts])
-    lses = torch.stack([lse for _, lse in parts])
-    # Where every part saw nothing the weights would be 0 / 0; any finite output will do.
-    least = torch.finfo(lses.dtype).min
-    return merge(outputs, lses.clamp_min(least)), torch.logsumexp(lses, 0)
+    return joined(parts)
 
 
 def _score(
@@ -109,6 +104,17 @@ def _score(
     out = torch.matmul(rows.view(n_kv, -1, rows.shape[-1]), v)
     lse = (torch.log(total) + torch.where(most.isinf(), 0.0, most)).squeeze(-1)
     return out.view(n_heads, n_queries, -1), lse
+
+
+def joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Partials over disjoint keys as one partial; a query that saw nothing gets -inf."""
+    if len(parts) == 1:
+        return parts[0]
+    outputs = torch.stack([out for out, _ in parts])
+    lses = torch.stack([lse for _, lse in parts])
+    # Where every part saw nothing the weights would be 0 / 0; any finite output will do.
+    least = torch.finfo(lses.dtype).min
+    return merge(outputs, lses.clamp_min(least)), torch.logsumexp(lses, 0)
 
 
 def merge(outputs: Tensor, lses: Tensor) -> Tensor:

@@ -14,28 +14,30 @@ class Act:
     segment_id: int
 
 
-def _check_offsets(offsets: tuple[int, ...]) -> None:
-    if not offsets:
-        msg = "an act needs at least one offset"
-        raise ValueError(msg)
-    if offsets[0] < 0 or any(a >= b for a, b in pairwise(offsets)):
-        msg = "offsets must ascend, each once, from 0 on"
-        raise ValueError(msg)
+@dataclass(frozen=True, slots=True)
+class _OfRows(Act):
+    """Something to do to some rows of it."""
+
+    offsets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.offsets:
+            msg = "an act needs at least one offset"
+            raise ValueError(msg)
+        if self.offsets[0] < 0 or any(a >= b for a, b in pairwise(self.offsets)):
+            msg = "offsets must ascend, each once, from 0 on"
+            raise ValueError(msg)
 
 
 @dataclass(frozen=True, slots=True)
-class Evict(Act):
+class Evict(_OfRows):
     """Take rows out of memory. Lossy, unless a tier below has room for a copy.
 
     Raises:
         ValueError: `offsets` is empty, or does not ascend.
     """
 
-    offsets: tuple[int, ...]
     reason: str = ""
-
-    def __post_init__(self) -> None:
-        _check_offsets(self.offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +58,25 @@ class EvictByHead(Act):
 
 
 @dataclass(frozen=True, slots=True)
-class Compress(Act):
+class Compress(_OfRows):
     """Keep rows at 8 or 4 bits, as one block. Lossy.
 
     Raises:
         ValueError: `offsets` is empty or does not ascend, or there are other bits.
     """
 
-    offsets: tuple[int, ...]
     bits: Literal[4, 8] = 8
     reason: str = ""
 
     def __post_init__(self) -> None:
-        _check_offsets(self.offsets)
+        _OfRows.__post_init__(self)  # a class with slots is made twice: no bare super()
         if self.bits not in (4, 8):
             msg = f"bits are 4 or 8, found {self.bits}"
             raise ValueError(msg)
 
 
 @dataclass(frozen=True, slots=True)
-class Archive(Act):
+class Archive(_OfRows):
     """Move rows to a slower tier: copied there bit for bit, then taken out of memory.
 
     Where the copy finds no room, nothing is done.
@@ -84,11 +85,7 @@ class Archive(Act):
         ValueError: `offsets` is empty, or does not ascend.
     """
 
-    offsets: tuple[int, ...]
     reason: str = ""
-
-    def __post_init__(self) -> None:
-        _check_offsets(self.offsets)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,6 @@ class Decision:
     """With masks of what is protected, and predictions where a predictor runs."""
     acts: tuple[Act, ...]
     refused: tuple[Refusal, ...]
-    failure: str = ""
-    """What the policy failed with, if it failed."""
 
 
 class DecisionEngine:
@@ -73,11 +71,11 @@ class DecisionEngine:
             BudgetExceeded: Even without every row that is not protected, the budget would be.
         """
         facts = self._protected(facts)
-        acts, failure = self._ask(facts) if asks_policy else ((), "")
+        acts = self._ask(facts) if asks_policy else ()
         fine, refused = self._executor.check(acts, facts, segments)
         if must_free > 0 and planned_bytes(facts, fine) < must_free:
             fine = self._enough(facts, fine, must_free, segments)
-        return Decision(facts=facts, acts=tuple(fine), refused=tuple(refused), failure=failure)
+        return Decision(facts=facts, acts=tuple(fine), refused=tuple(refused))
 
     def _protected(self, facts: CacheFacts) -> CacheFacts:
         """The facts with masks; what was protected as a whole stays so, and precise."""
@@ -95,15 +93,20 @@ class DecisionEngine:
         )
         return replace(facts, segments=segments)
 
-    def _ask(self, facts: CacheFacts) -> tuple[Sequence[Act], str]:
+    def _ask(self, facts: CacheFacts) -> Sequence[Act]:
         try:
-            return [_tidied(act) for act in checked(self.policy(facts))], ""
+            return [_tidied(act) for act in checked(self.policy(facts))]
         except Exception as error:  # whatever a user's policy raises, the run goes on
             if not self._has_failed:
-                logger.warning("the policy %r failed; going on without it", self.policy.name)
+                logger.warning(
+                    "the policy %r failed (%s: %s); the budget is kept without it",
+                    self.policy.name,
+                    type(error).__name__,
+                    error,
+                )
                 logger.debug("the policy's error", exc_info=True)
                 self._has_failed = True
-            return (), f"{type(error).__name__}: {error}"
+            return ()
 
     def _enough(
         self,
@@ -144,11 +147,16 @@ class DecisionEngine:
         protected = sum(
             int((s.resident & ~s.evictable).sum()) for s in facts.segments if not s.is_idle
         )
+        holds = f"{budget // rows:,} rows"
+        lacks = f"{-int(-missing // rows):,} rows"
+        if facts.unit == "bytes":
+            holds = f"{budget:,} bytes (about {holds} at full precision)"
+            lacks = f"{int(missing):,} bytes"
         return (
-            f"the cache's budget of {budget:,} bytes (about {budget // rows:,} rows at full "
-            f"precision) cannot hold this step: {protected:,} rows are protected or in use, and "
-            f"{int(missing):,} bytes more are needed; give a larger budget, protect less "
-            "(CacheConfig(protection=...)), or send shorter messages"
+            f"the cache's budget of {holds} cannot hold this step: {protected:,} rows are "
+            f"protected or in use, and {lacks} more are needed; give a larger budget, protect less "
+            "(CacheConfig(protection=...)), release paths, read prompts in smaller pieces "
+            "(prefill_chunk=...), or send shorter messages"
         )
 
 
@@ -188,8 +196,9 @@ def mass_of(facts: CacheFacts, act: Act) -> float:
     if not isinstance(act, Evict | Archive | EvictByHead):
         return 0.0
     on_path = {at for tip in facts.tips for at in tip}
-    total = sum(float(s.importance[s.resident].sum()) for s in facts.segments if
-                s.segment_id in on_path)  # fmt: skip
+    total = sum(
+        float(s.importance[s.resident].sum()) for s in facts.segments if s.segment_id in on_path
+    )
     this = facts.segment(act.segment_id)
     if not total or act.segment_id not in on_path:
         return 0.0

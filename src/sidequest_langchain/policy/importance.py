@@ -5,7 +5,6 @@ It must not know how it was trained; see `fitting`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +12,11 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from sidequest_langchain.errors import ConfigError
 from sidequest_langchain.kinds import TokenKind
 from sidequest_langchain.policy.facts import CacheFacts, Floats, SegmentFacts
+from sidequest_langchain.policy.tensor_file import read_arrays, write_arrays
 
 EPSILON = 1e-7
 """Added to probabilities before their logarithm: less attention is none."""
@@ -179,16 +177,8 @@ class MLP:
 
     def save(self, path: Path) -> None:
         """Write the weights as safetensors, atomically."""
-        content = save(
-            {name: np.ascontiguousarray(self.tensors[name], np.float32) for name in TENSORS},
-            metadata={"features": ",".join(FEATURES)},
-        )
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            part.write_bytes(content)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        arrays = {n: np.ascontiguousarray(self.tensors[n], np.float32) for n in TENSORS}
+        write_arrays(path, arrays, {"features": ",".join(FEATURES)})
 
     @classmethod
     def load(cls, path: Path) -> MLP:
@@ -197,14 +187,8 @@ class MLP:
         Raises:
             ConfigError: The file is missing, damaged, or was made for other features.
         """
-        try:
-            with safe_open(path, framework="numpy") as file:
-                made_for = (file.metadata() or {}).get("features")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            msg = f"importance weights cannot be read from {str(path)!r}: {error}"
-            raise ConfigError(msg) from error
-        if made_for != ",".join(FEATURES):
+        tensors, meta = read_arrays(path, "importance weights")
+        if meta.get("features") != ",".join(FEATURES):
             msg = f"the importance weights in {str(path)!r} are for other features; make them again"
             raise ConfigError(msg)
         return cls(tensors)

@@ -6,7 +6,6 @@ It must not know the tree; see `recording`.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from sidequest_langchain.errors import ConfigError
 from sidequest_langchain.kinds import TokenKind
 from sidequest_langchain.policy.facts import Bytes, Floats
 from sidequest_langchain.policy.importance import FEATURES, NUMBERS
+from sidequest_langchain.policy.tensor_file import read_arrays, write_arrays
 
 SCHEMA = "sidequest.trace/1"
 N_EXACT = 4
@@ -81,21 +79,16 @@ class Trace:
             "cycle_rows": np.array([len(c.future) for c in self.cycles]),
             "cycle_samples": np.array([names.index(c.sample) for c in self.cycles]),
         }
-        content = save(
+        write_arrays(
+            path,
             {name: np.ascontiguousarray(columns[name], dtype) for name, dtype in DTYPES.items()},
-            metadata={
+            {
                 "schema": SCHEMA,
                 "features": ",".join(FEATURES),
                 "samples": json.dumps(names),
                 "settings": json.dumps(dict(self.settings)),
             },
         )
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            part.write_bytes(content)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> Trace:
@@ -104,20 +97,16 @@ class Trace:
         Raises:
             ConfigError: The file is missing, damaged, no trace, or of other features.
         """
+        tensors, meta = read_arrays(path, "the trace")
+        if meta.get("schema") != SCHEMA or meta.get("features") != ",".join(FEATURES):
+            msg = f"{str(path)!r} is no trace of this release; make it with `sidequest trace`"
+            raise ConfigError(msg)
         try:
-            with safe_open(path, framework="numpy") as file:
-                meta = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if meta.get("schema") != SCHEMA or meta.get("features") != ",".join(FEATURES):
-                msg = f"{str(path)!r} is no trace of this release; make it with `sidequest trace`"
-                raise ConfigError(msg)
             return cls(
                 settings=json.loads(meta["settings"]),
                 cycles=_cycles(tensors, json.loads(meta["samples"])),
             )
-        except (OSError, SafetensorError, KeyError, IndexError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
+        except (KeyError, IndexError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
             msg = f"the trace {str(path)!r} cannot be read ({why}); make it again"
             raise ConfigError(msg) from error
