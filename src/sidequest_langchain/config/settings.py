@@ -67,7 +67,8 @@ class CacheConfig(Settings):
     """Who may reuse whose prefix: calls of the same `thread_id`; of the same `tenant`
     (`configurable={"sidequest_tenant": ...}`); or everyone (`"shared"`)."""
     prefill_chunk: int | None = None
-    """Tokens of one prompt fed per engine step; `None` chooses by device."""
+    """Tokens of one prompt fed per engine step; `None` chooses by device, and where a budget is
+    managed no more than about an eighth of it, since each chunk is made room for."""
     prompt_lookup: int | None = None
     """Most tokens of an answer guessed ahead in a step, from where its last words occurred
     before. Exact: the model checks every guess in the same pass. 0 never guesses; `None` guesses
