@@ -263,5 +263,3 @@ def test_whatever_changes_an_answer_is_in_the_key_of_that_cache(chat):
 def test_what_is_yet_to_come_says_so(chat):
     with pytest.raises(NotImplementedError):
         chat.bind_tools([])
-    with pytest.raises(NotImplementedError):
-        chat.with_structured_output({"title": "T", "type": "object"})

@@ -11,22 +11,27 @@ from typing import Any
 
 from langchain_core.caches import BaseCache
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
-from langchain_core.messages import BaseMessage, HumanMessage
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from pydantic import BaseModel
 
+from sidequest_langchain.chat.counting import CountingModel
 from sidequest_langchain.chat.engines import EngineCell
 from sidequest_langchain.chat.output import PROVIDER, chat_result, chunks_of
 from sidequest_langchain.chat.running import arun_all, run_all
-from sidequest_langchain.chat.serving import ServedModel
-from sidequest_langchain.chat.settings import as_stops
+from sidequest_langchain.chat.settings import as_stops, settings_for
+from sidequest_langchain.chat.structured import Method, structured
+from sidequest_langchain.chat.tools import chosen, described
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.registry import engine_over
 from sidequest_langchain.engine.request import GenerationRequest
 from sidequest_langchain.errors import RequestError
 
 
-class SideQuestChatModel(ServedModel):
+class SideQuestChatModel(CountingModel):
     """A LangChain chat model on local weights, whose KV cache follows the graph it is used in.
 
     Weights load at the first call, once per process. Every call is run by the engine's thread;
@@ -68,50 +73,73 @@ class SideQuestChatModel(ServedModel):
         settings |= {"engines": EngineCell(engine), "cache_config": engine.config}
         return cls(model=name or engine.name, cache=cache, **settings)
 
-    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Any:
-        """Not there yet.
+    def bind_tools(
+        self,
+        tools: Sequence[Any],
+        *,
+        tool_choice: Any = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """This model with tools it may call.
+
+        Args:
+            tools: Pydantic classes (v2 or v1), TypedDicts, functions, LangChain tools, runnables,
+                or dicts: a JSON schema with a title, or a tool in the form of OpenAI or Anthropic.
+            tool_choice: `None`, `False` or `"auto"`: the model may call. `True`, `"any"` or
+                `"required"`: it must call one. A name, or a dict in the form of OpenAI or
+                Anthropic: it must call that one. `"none"`: it is not told of the tools.
+            strict: As in OpenAI's form. A forced call follows its schema in any case.
+            parallel_tool_calls: Whether one answer may call several tools. By default it may
+                where calls are up to the model, and where they are forced there is one.
+            kwargs: Other settings of the calls, such as `response_format`.
 
         Raises:
-            NotImplementedError: Always; it says what works meanwhile.
+            RequestError: A tool cannot be described, `tool_choice` names none of them, or a
+                setting is unknown or of the wrong kind.
         """
-        msg = (
-            "SideQuestChatModel does not bind tools yet; tool messages in a conversation are "
-            "rendered, and tools=[...] of a call reach the chat template, but replies are not "
-            "parsed for tool calls"
+        known = described(tools, strict=strict)
+        settings: dict[str, Any] = {"tools": list(known), **kwargs}
+        if tool_choice is not None:
+            settings["tool_choice"] = chosen(tool_choice, known).as_given
+        if parallel_tool_calls is not None:
+            settings["parallel_tool_calls"] = parallel_tool_calls
+        settings_for(self._sampling_fields, None, settings)
+        return self.bind(**settings)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: Method = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """This model, answering in the shape of `schema`.
+
+        Args:
+            schema: A pydantic class (v2 or v1), a TypedDict, a JSON schema, or a tool's schema in
+                the form of OpenAI's or Anthropic's.
+            method: `"json_schema"`: a grammar keeps the text to the schema. `"function_calling"`:
+                the schema is shown as a tool, and its call is forced. `"json_mode"`: any JSON
+                object; with a schema, one in that shape.
+            include_raw: Whether the result is `{"raw", "parsed", "parsing_error"}`.
+            strict: Handed on with the schema. Answers keep to it in any case.
+            kwargs: Settings of the calls, and `tools`, which the answer may call instead
+                (`"json_schema"` with `include_raw=True` only).
+
+        Returns:
+            A runnable whose result is an object of the pydantic class, or a dict.
+
+        Raises:
+            ValueError: An argument is unknown, or arguments contradict each other.
+        """
+        settings_for(self._sampling_fields, None, kwargs)
+        return structured(
+            self, schema, method=method, include_raw=include_raw, strict=strict, given=kwargs
         )
-        raise NotImplementedError(msg)
-
-    # -- counting ------------------------------------------------------------------------
-
-    def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of `text` alone, by the model's own tokenizer."""
-        if self.custom_get_token_ids is not None:
-            return self.custom_get_token_ids(text)
-        return self.engine.tokenizer.encode(text)
-
-    def get_num_tokens_from_messages(
-        self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
-    ) -> int:
-        """Tokens that a call with `messages` feeds.
-
-        Any part of a conversation is counted (`trim_messages` asks for such): what the template
-        refuses is counted message by message.
-        """
-        if not messages:
-            return 0
-        try:
-            return len(self.prompt_ids(messages, tools=tools or ()))
-        except RequestError:
-            return sum(self._count_alone(message) for message in messages)
-
-    def _count_alone(self, message: BaseMessage) -> int:
-        """Tokens of one message, rather too many than too few."""
-        calls = getattr(message, "tool_calls", None) or ""
-        try:
-            n_turn = len(self.prompt_ids([HumanMessage("")]))
-        except RequestError:  # a base model
-            n_turn = 0
-        return n_turn + len(self.get_token_ids(f"{message.text}{calls}"))
 
     # -- LangChain's hooks ---------------------------------------------------------------
 
