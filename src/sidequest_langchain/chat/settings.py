@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
-from langchain_core.utils.function_calling import convert_to_openai_tool
-
+from sidequest_langchain.chat.forms import AnswerForm, form_of
+from sidequest_langchain.chat.tools import Choosing, Described, chosen, described
 from sidequest_langchain.engine.constraint import Constraint
 from sidequest_langchain.engine.request import SamplingParams
 from sidequest_langchain.errors import RequestError
@@ -28,11 +28,26 @@ _KINDS: dict[str, tuple[type, str, bool]] = {
     "top_k": (Integral, "a whole number", True),
     "seed": (Integral, "a whole number", True),
     "top_logprobs": (Integral, "a whole number", True),
+    "parallel_tool_calls": (bool, "True or False", True),
 }
 """Settings that a call may change: kind, its name, whether `None` is a value of its own."""
 
-_OTHERS = frozenset({"constraint", "model", "stream", "streaming", "tools"})
-"""Other names a call may use; LangChain passes `stream` on."""
+_OTHERS = frozenset(
+    {
+        "choice",
+        "constraint",
+        "ls_structured_output_format",
+        "model",
+        "regex",
+        "response_format",
+        "stream",
+        "streaming",
+        "tool_choice",
+        "tools",
+    }
+)
+"""Other names a call may use. LangChain passes `stream` on, and `ls_structured_output_format` for
+its tracers."""
 
 _SAID_OTHERWISE = {
     "max_completion_tokens": "max_tokens",
@@ -55,7 +70,13 @@ class CallSettings:
     """Of the first sample."""
     n: int
     exact: bool
-    tools: tuple[dict[str, Any], ...]
+    tools: tuple[Described, ...]
+    choosing: Choosing
+    """Whether tools may, must or may not be called."""
+    parallel_tool_calls: bool | None
+    """Whether an answer may call several tools; `None` is up to how calls come about."""
+    form: AnswerForm | None
+    """What the text must be, where no tool is called."""
     constraint: Constraint | Callable[[], Constraint] | None
 
     def sampling_of(self, sample: int) -> SamplingParams:
@@ -101,11 +122,18 @@ def settings_for(
     if values["n"] > 1 and isinstance(constraint, Constraint):
         msg = "one constraint serves one sample; with n > 1 give a function that makes one"
         raise RequestError(msg)
+    tools = described(given.get("tools"))
+    choosing = chosen(given.get("tool_choice"), tools)
+    form = form_of(given)
+    _check_one_form(form, choosing, constraint)
     return CallSettings(
         sampling=_sampling(values, [*as_stops(defaults["stop"]), *as_stops(stop)]),
         n=values["n"],
         exact=values["exact"],
-        tools=tuple(convert_to_openai_tool(tool) for tool in given.get("tools") or ()),
+        tools=tools,
+        choosing=choosing,
+        parallel_tool_calls=values.get("parallel_tool_calls"),
+        form=form,
         constraint=constraint,
     )
 
@@ -164,6 +192,14 @@ def _check_model(ours: str, asked: object) -> None:
             "one model: make another SideQuestChatModel"
         )
         raise RequestError(msg)
+
+
+def _check_one_form(form: AnswerForm | None, choosing: Choosing, constraint: object | None) -> None:
+    if constraint is None or (form is None and choosing.mode != "required"):
+        return
+    other = "a form of the answer" if choosing.mode != "required" else "a call that is forced"
+    msg = f"one answer cannot follow both a constraint and {other}; give one of them"
+    raise RequestError(msg)
 
 
 def _checked(name: str, value: Any, kind: type, kind_name: str) -> Any:
