@@ -81,6 +81,8 @@ class PathSelector:
     """Matches any of these namespaces and everything nested below them."""
     at_ns: str | None = None
     """Matches this namespace only, nothing that is nested below it."""
+    n_serial_from: int | None = None
+    """Only paths begun since the counter stood here (see `KVSegments.serial`)."""
     n_serial_below: int | None = None
     """Only paths begun before the counter stood here (see `KVSegments.serial`)."""
 
@@ -95,5 +97,7 @@ class PathSelector:
         if self.under_ns is not None and not label.is_under_any(self.under_ns):
             return False
         if self.at_ns is not None and label.checkpoint_ns != self.at_ns:
+            return False
+        if self.n_serial_from is not None and serial < self.n_serial_from:
             return False
         return self.n_serial_below is None or serial < self.n_serial_below

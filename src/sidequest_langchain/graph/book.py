@@ -29,6 +29,7 @@ from sidequest_langchain.graph.runs import (
     Serials,
     Started,
     Step,
+    add_topmost,
 )
 from sidequest_langchain.graph.steps import StepRef, step_of, thread_of
 
@@ -68,6 +69,9 @@ class RunBook:
         )
         if found is None:
             return []
+        if around is not None and started.parent_run_id != around.run_id:
+            # Its graph runs in that step; a `@task` does not, and a retry takes over its result.
+            add_topmost(around.graphs, found.checkpoint_ns.rsplit("|", 1)[0])
         run.step = step = self._new_step(root, started, found, serials)
         step.audience.append(ref)
         effect = emit(root, step, "sidequest.step_start", {})
@@ -93,7 +97,7 @@ class RunBook:
 
     # -- ends ----------------------------------------------------------------------------
 
-    def end_run(self, run_id: UUID, error: BaseException | None) -> list[Effect]:
+    def end_run(self, run_id: UUID, error: BaseException | None, serials: Serials) -> list[Effect]:
         """A chain, graph, node or tool ended, well or not; what is not known is ignored."""
         run = self.runs.pop(run_id, None)
         if run is None:
@@ -104,9 +108,9 @@ class RunBook:
         effects: list[Effect] = []
         step = run.root.steps.pop(run_id, None)
         if step is not None:
-            effects += self._end_step(step, _outcome(error))
+            effects += self._end_step(step, _outcome(error), serials)
         if run_id == run.root.run_id:
-            effects += self._end_root(run, error)
+            effects += self._end_root(run, error, serials)
         return effects
 
     def end_call(self, run_id: UUID, totals: CallTotals | None) -> list[Effect]:
@@ -215,7 +219,7 @@ class RunBook:
         step.audience.append(ref)
         return [Emit(event=step.start_event, audience=(listener,), root=run.root)]
 
-    def _end_step(self, step: Step, outcome: Outcome) -> list[Effect]:
+    def _end_step(self, step: Step, outcome: Outcome, serials: Serials) -> list[Effect]:
         root = step.root
         ended_well = outcome in ("ok", "parent_command")
         told: list[Effect] = []
@@ -229,7 +233,7 @@ class RunBook:
         elif outcome == "interrupted":
             root.interrupted.add(step.ref.thread_id)
         else:
-            root.unfinished[step.ref.checkpoint_ns] = step.ref.thread_id
+            self._retention.after_failure(step, serials)
             self._late_steps.put(step.run_id, step)
         figures: dict[str, Any] = {"outcome": outcome, "branches": list(step.branches)}
         figures |= asdict(step.totals)
@@ -237,18 +241,18 @@ class RunBook:
         # What is released is reported after the step that let it go has ended.
         return [*told, emit(root, step, "sidequest.step_end", figures), *releases]
 
-    def _end_root(self, run: Run, error: BaseException | None) -> list[Effect]:
+    def _end_root(self, run: Run, error: BaseException | None, serials: Serials) -> list[Effect]:
         root = run.root
         if _outcome(error) == "interrupted":
             root.interrupted.add(run.thread_id)
         effects: list[Effect] = []
         for step in tuple(root.steps.values()):
-            effects += self._end_step(step, "cancelled")
+            effects += self._end_step(step, "cancelled", serials)
         for run_id in root.run_ids:
             self.runs.pop(run_id, None)
         for run_id in root.call_ids:
             self._late_calls.put(run_id, self._calls.pop(run_id))
-        effects += self._retention.after_run(root)
+        effects += self._retention.after_run(root, has_ended_well=error is None)
         still_busy = {other.thread_id for other in self.runs.values()}
         for thread_id in root.swept - still_busy - {None}:
             self._branches.pop(str(thread_id))

@@ -40,6 +40,8 @@ class Post:
     audience: tuple[Listener, ...]
     root: Root
     step: Step | None = None
+    since: Serials | None = None
+    """Only paths begun since the caches' counters stood here."""
     before: Serials | None = None
     """Only paths begun before the caches' counters stood here."""
     is_asked_for: bool = False

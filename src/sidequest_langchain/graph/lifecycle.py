@@ -23,7 +23,7 @@ from sidequest_langchain.graph.book import RunBook
 from sidequest_langchain.graph.branches import BranchLedger
 from sidequest_langchain.graph.effects import Effect, Emit, Post, emit
 from sidequest_langchain.graph.retention import Retention
-from sidequest_langchain.graph.runs import CallTotals, Listener, PrunePlan, Run, Started
+from sidequest_langchain.graph.runs import CallTotals, Listener, PrunePlan, Run, Serials, Started
 from sidequest_langchain.kv.receipts import ReleaseReceipt
 from sidequest_langchain.labels import PathSelector
 
@@ -62,16 +62,16 @@ class Lifecycle:
 
     def start_run(self, listener: Listener, started: Started) -> None:
         """A chain, graph, node or tool begins."""
-        serials = {id(cache): cache.serial for cache in self._caches()}
+        serials = self._serials()
         with self._lock:
             effects = self._book.start_run(listener, started, serials)
         self._carry_out(effects)
 
     def end_run(self, run_id: UUID, error: BaseException | None = None) -> None:
         """A chain, graph, node or tool ended, with `error` if it raised."""
-        run = self._book.runs.get(run_id)
+        run, serials = self._book.runs.get(run_id), self._serials()
         with self._lock:
-            effects = self._book.end_run(run_id, error)
+            effects = self._book.end_run(run_id, error, serials)
         posts = [effect for effect in effects if isinstance(effect, Post)]
         self._carry_out([effect for effect in effects if isinstance(effect, Emit)])
         if run is not None and run.root.is_ended:
@@ -155,6 +155,9 @@ class Lifecycle:
 
     # -- inside --------------------------------------------------------------------------
 
+    def _serials(self) -> Serials:
+        return {id(cache): cache.serial for cache in self._caches()}
+
     def _carry_out(self, effects: Sequence[Effect]) -> Releases:
         """Do what is to be done, in order; outside of the lock."""
         releases: Releases = []
@@ -172,6 +175,8 @@ class Lifecycle:
         releases: Releases = []
         for cache in self._caches():
             selector = post.selector
+            if post.since is not None:
+                selector = replace(selector, n_serial_from=post.since.get(id(cache), 0))
             if post.before is not None:
                 selector = replace(selector, n_serial_below=post.before.get(id(cache), 0))
             with suppress(EngineClosedError):

@@ -1,10 +1,12 @@
 """Which paths go when a step or a run ends. It must not know how a run is followed.
 
 a step ends well       what its earlier attempts left goes (an interrupt's own paths stay
-                       until the resumed attempt has ended well: it hits them)
+                       until the resumed attempt has ended well: it hits them); of those that
+                       failed also what finished in their subgraphs, which the retry begins anew
 a run ends             retain="run": everything it made, and what interrupted runs before it
                        made on the same thread; retain="thread": only what steps made that
-                       failed or were cancelled, for that is nobody's history
+                       failed or were cancelled, for that is nobody's history (and what had
+                       finished in their subgraphs, unless the run failed too: it may be resumed)
 a run is interrupted   nothing goes
 a call ends later      than the run it belongs to: what it made goes if the run's went
 
@@ -15,11 +17,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from sidequest_langchain.config import Retain
 from sidequest_langchain.graph.effects import Post
-from sidequest_langchain.graph.runs import Root, Step, heard
+from sidequest_langchain.graph.runs import Root, Serials, Step, Unfinished, heard
 from sidequest_langchain.labels import PathSelector
 
 K = TypeVar("K")
@@ -80,25 +83,44 @@ class Retention:
     def after_step(self, step: Step) -> list[Post]:
         """What earlier attempts at a visit left, once an attempt has ended well."""
         root, ref = step.root, step.ref
-        root.unfinished.pop(ref.checkpoint_ns, None)
+        failed = root.unfinished.pop(ref.checkpoint_ns, None)
         may_repeat = root.may_repeat(step)
         root.n_starts.pop(ref.checkpoint_ns, None)
         if not may_repeat:
             return []
-        selector = PathSelector(at_ns=ref.checkpoint_ns)
+        abandoned = Post(
+            selector=PathSelector(at_ns=ref.checkpoint_ns),
+            before=step.serials,
+            reason="attempt abandoned",
+            name=ref.checkpoint_ns,
+            root=root,
+            step=step,
+            audience=heard(step.audience),
+        )
+        if failed is None or not failed.graphs:
+            return [abandoned]
         return [
-            Post(
-                selector=selector,
-                before=step.serials,
-                reason="attempt abandoned",
-                name=ref.checkpoint_ns,
-                root=root,
-                step=step,
-                audience=heard(step.audience),
-            )
+            abandoned,
+            replace(abandoned, selector=_inside(failed), since=failed.since, before=failed.until),
         ]
 
-    def after_run(self, root: Root) -> list[Post]:
+    def after_failure(self, step: Step, serials: Serials) -> None:
+        """An attempt failed or was cancelled: remember what it may have left.
+
+        Args:
+            step: The attempt.
+            serials: Paths begun before it ended.
+        """
+        root, ref = step.root, step.ref
+        before = root.unfinished.get(ref.checkpoint_ns)
+        root.unfinished[ref.checkpoint_ns] = Unfinished(
+            thread_id=ref.thread_id,
+            graphs=frozenset(step.graphs) | (before.graphs if before else frozenset()),
+            since=before.since if before else step.serials,
+            until=serials,
+        )
+
+    def after_run(self, root: Root, *, has_ended_well: bool) -> list[Post]:
         """What nobody wants once a root run has ended."""
         posts: list[Post] = []
         for thread_id, namespaces in root.namespaces.items():
@@ -111,10 +133,14 @@ class Retention:
                 root.swept.add(thread_id)
                 selector = PathSelector(under_ns=frozenset(namespaces))
                 posts.append(_sweep(root, selector, "run ended", str(root.run_id)))
-        for checkpoint_ns, thread_id in root.unfinished.items():
-            if thread_id not in root.swept:
-                selector = PathSelector(at_ns=checkpoint_ns)
-                posts.append(_sweep(root, selector, "step did not finish", checkpoint_ns))
+        for checkpoint_ns, failed in root.unfinished.items():
+            if failed.thread_id in root.swept:
+                continue
+            selector = PathSelector(at_ns=checkpoint_ns)
+            posts.append(_sweep(root, selector, "step did not finish", checkpoint_ns))
+            if failed.graphs and has_ended_well and not root.interrupted:
+                sweep = _sweep(root, _inside(failed), "step did not finish", checkpoint_ns)
+                posts.append(replace(sweep, since=failed.since, before=failed.until))
         return posts
 
     def after_call(self, step: Step) -> list[Post]:
@@ -124,6 +150,11 @@ class Retention:
             return []
         selector = PathSelector(at_ns=ref.checkpoint_ns)
         return [_sweep(root, selector, "run ended before", ref.checkpoint_ns)]
+
+
+def _inside(failed: Unfinished) -> PathSelector:
+    """What finished in the subgraphs of failed attempts."""
+    return PathSelector(under_ns=failed.graphs, thread_id=failed.thread_id)
 
 
 def _sweep(root: Root, selector: PathSelector, reason: str, name: str) -> Post:

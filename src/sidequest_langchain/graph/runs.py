@@ -40,6 +40,13 @@ def heard(audience: Audience) -> tuple[Listener, ...]:
     return tuple(listener for ref in audience if (listener := ref()) is not None)
 
 
+def add_topmost(known: set[str], checkpoint_ns: str) -> None:
+    """Add a namespace, unless it is nested below one that is known."""
+    parts = checkpoint_ns.split("|")
+    if not any("|".join(parts[: n + 1]) in known for n in range(len(parts))):
+        known.add(checkpoint_ns)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
     """What a start event says about a chain, graph, node or tool."""
@@ -100,6 +107,19 @@ class CallTotals:
         self.segments += call.segments
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """What the failed or cancelled attempts at one visit of a node may have left."""
+
+    thread_id: str | None
+    graphs: frozenset[str]
+    """Namespaces of the subgraphs that ran in them."""
+    since: Serials
+    """Paths begun before the first of them."""
+    until: Serials
+    """Paths begun before the last of them ended."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Root:
     """One outermost run that a handler sees, and all that happens inside it."""
@@ -119,8 +139,8 @@ class Root:
     """By thread: the topmost namespaces in which something ran."""
     n_starts: Counter[str] = field(default_factory=Counter)
     """Attempts at each visit that is not done, by namespace."""
-    unfinished: dict[str, str | None] = field(default_factory=dict)
-    """Namespaces of visits whose last attempt failed or was cancelled, with their threads."""
+    unfinished: dict[str, Unfinished] = field(default_factory=dict)
+    """By namespace: visits whose last attempt failed or was cancelled."""
     interrupted: set[str | None] = field(default_factory=set)
     """Threads that wait for a resume."""
     swept: set[str | None] = field(default_factory=set)
@@ -138,10 +158,7 @@ class Root:
 
     def note_place(self, thread_id: str | None, checkpoint_ns: str) -> None:
         """Remember where something ran; what is nested below a known place needs no note."""
-        known = self.namespaces.setdefault(thread_id, set())
-        parts = checkpoint_ns.split("|")
-        if not any("|".join(parts[: n + 1]) in known for n in range(len(parts))):
-            known.add(checkpoint_ns)
+        add_topmost(self.namespaces.setdefault(thread_id, set()), checkpoint_ns)
 
     def may_repeat(self, step: Step) -> bool:
         """Whether an earlier attempt at this visit may have left paths."""
@@ -177,6 +194,8 @@ class Step:
     started: Started
     audience: Audience
     start_event: KVEvent | None = None
+    graphs: set[str] = field(default_factory=set)
+    """Namespaces of the subgraphs that ran in it, the topmost ones."""
     branches: dict[str, None] = field(default_factory=dict)
     """Branches opened in it, in order."""
     staged: list[PrunePlan] = field(default_factory=list)
