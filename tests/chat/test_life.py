@@ -258,8 +258,3 @@ def test_whatever_changes_an_answer_is_in_the_key_of_that_cache(chat):
     assert other._get_llm_string() != chat._get_llm_string()
     assert copy.deepcopy(chat)._get_llm_string() == chat._get_llm_string()
     other.engine.close()
-
-
-def test_what_is_yet_to_come_says_so(chat):
-    with pytest.raises(NotImplementedError):
-        chat.bind_tools([])

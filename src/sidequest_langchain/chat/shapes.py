@@ -107,7 +107,8 @@ def _of_class(given: type) -> Shape:
     else:
         assert issubclass(given, pydantic.v1.BaseModel)
         schema = given.schema()
-    return Shape(name=given.__name__, schema=closed(schema), kind=given, given=given)
+    name = str(schema.get("title") or given.__name__)
+    return Shape(name=name, schema=closed(schema), kind=given, given=given)
 
 
 def _of_mapping(given: dict[str, Any]) -> Shape:

@@ -98,7 +98,7 @@ def _check(
     elif has_tools and method != "json_schema":
         msg = f"tools go with method 'json_schema' only, found {method!r}"
     elif has_tools and not include_raw:
-        msg = "an answer may be calls of the tools, which the raw message tells: give include_raw=True"
+        msg = "an answer may be calls of tools, which the raw message tells: give include_raw=True"
     else:
         return
     raise ValueError(msg)
