@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sidequest_langchain.errors import ArchiveError
-from sidequest_langchain.kv import archive_file
+from sidequest_langchain.kv import sealed_file
 from sidequest_langchain.kv.archive import Archive
 from tests.kv.archiving import FINGERPRINT, KB, check, rows
 
@@ -104,7 +104,7 @@ def test_a_full_disk_refuses_and_loses_nothing(opened, monkeypatch, call):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(archive_file.os, call, full)
+        patch.setattr(sealed_file.os, call, full)
         assert archive.put(source, {}) is None  # the oldest in memory cannot leave it
         assert archive.put(rows(3, 20 * KB), {}) is None  # straight to disk
         check(archive)

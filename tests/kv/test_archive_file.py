@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from sidequest_langchain.kv import archive_file
+from sidequest_langchain.kv import sealed_file
 from sidequest_langchain.kv.archive_file import (
     header_of,
     payload_bytes,
@@ -120,7 +120,7 @@ def failing(monkeypatch, name, *, after=0, code=errno.ENOSPC):
         left[0] -= n_written
         return n_written
 
-    monkeypatch.setattr(archive_file.os, name, call)
+    monkeypatch.setattr(sealed_file.os, name, call)
 
 
 HEADER = len(header_of(ROWS, ABOUT))
@@ -162,14 +162,14 @@ def test_an_earlier_file_survives_a_failure(tmp_path, monkeypatch):
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
     real = os.write
-    monkeypatch.setattr(archive_file.os, "write", lambda f, block: real(f, block[:100]))
+    monkeypatch.setattr(sealed_file.os, "write", lambda f, block: real(f, block[:100]))
     path, asked = written(tmp_path, ROWS)
     found, _ = read_archive(path, **asked)
     assert all(same_bits(found[name], ROWS[name]) for name in ROWS)
 
 
 def test_a_disk_that_takes_nothing_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(archive_file.os, "write", lambda f, block: 0)
+    monkeypatch.setattr(sealed_file.os, "write", lambda f, block: 0)
     with pytest.raises(OSError, match="nothing more"):
         write_archive(tmp_path / "copy", ROWS, header_of(ROWS, ABOUT))
     assert list(tmp_path.iterdir()) == []

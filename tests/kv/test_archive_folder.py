@@ -20,7 +20,7 @@ CHILD = """
     from pathlib import Path
     import torch
     from sidequest_langchain.kv.archive import Archive
-    from sidequest_langchain.kv import archive_file
+    from sidequest_langchain.kv import sealed_file
     root = Path(sys.argv[1])
     archive = Archive(fingerprint={}, disk_bytes=10_000_000, folder=root)
     assert archive.put({"rows": torch.ones(1000)}, {})
@@ -94,7 +94,7 @@ def test_a_process_killed_while_it_writes_leaves_nothing_that_is_trusted(tmp_pat
                 print("half", flush=True)
                 time.sleep(60)
             return os.write(file, block)
-        archive_file._write = slow
+        sealed_file._write = slow
         archive.put({"rows": torch.ones(100_000)}, {})
     """
     process = child(tmp_path, more)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sidequest_langchain.errors import ArchiveError
-from sidequest_langchain.kv import archive_file
+from sidequest_langchain.kv import archive_file, sealed_file
 from sidequest_langchain.kv.archive import Archive
 from tests.kv.archiving import KB, check, cpu_storages, files, rows
 
@@ -65,7 +65,7 @@ def test_a_copy_dropped_while_it_moves_leaves_no_file(opened, monkeypatch):
         archive.drop(moving)
         return real(file)
 
-    monkeypatch.setattr(archive_file.os, "fsync", drop_meanwhile)
+    monkeypatch.setattr(sealed_file.os, "fsync", drop_meanwhile)
     assert archive.put(rows(2), {})
     assert not archive.has(moving)
     assert not files(archive)
