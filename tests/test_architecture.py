@@ -43,6 +43,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "transformers": {"models", "engine"},
     "accelerate": {"models", "engine"},
     "gguf": {"models"},
+    "llguidance": {"engine"},
     "numpy": {"policy", "engine"},
     "safetensors": {"models", "policy"},
     "huggingface_hub": {"models"},

@@ -5,13 +5,15 @@
     ├── RequestError (ValueError)         one call cannot be served; the engine serves on
     │   ├── ContextLengthError            the prompt does not fit the model's context
     │   ├── TemplateError                 the chat template is absent or refuses these messages
-    │   └── MessageError                  a message has no text form (an image, an empty list)
+    │   ├── MessageError                  a message has no text form (an image, an empty list)
+    │   └── GrammarError                  a schema, regex or choice that no text can be held to
     ├── ModelError                        a model cannot be had or cannot be used
     │   ├── UnknownModelError (ValueError)      the name means nothing here
     │   ├── UnsupportedModelError (ValueError)  the architecture cannot be served exactly
     │   └── ModelFilesError (OSError)           files absent, damaged, unreachable, no room
     ├── CacheError                        the segment tree cannot do what was asked
     │   ├── ArchiveError                  an archived copy is lost, damaged or another model's
+    │   │   └── SavedThreadError          a thread's file is absent, damaged or another model's
     │   ├── BudgetExceeded                what must stay resident is more than the budget
     │   └── CacheCorrupted                its books do not balance: a defect of ours
     ├── RequestCancelledError             the request was cancelled while someone waited for it
@@ -65,6 +67,10 @@ class MessageError(RequestError):
     """A message has no text form that this model could read."""
 
 
+class GrammarError(RequestError):
+    """A grammar (a JSON schema, a regex, a choice) that cannot be expressed, or broke down."""
+
+
 class ModelError(SideQuestError):
     """A model cannot be had, or cannot be used."""
 
@@ -87,6 +93,20 @@ class CacheError(SideQuestError):
 
 class ArchiveError(CacheError):
     """A copy in the archive is lost, damaged or made by another model. Nothing was restored."""
+
+
+class SavedThreadError(ArchiveError):
+    """The file of a saved thread is absent, damaged or made by another model.
+
+    Nothing of it was loaded, and the cache is what it was: the thread's next call computes its
+    prompt anew.
+
+    Attributes:
+        field: What differs from the model that runs now (`"weights"`, `"dtype"`, `"tokenizer"`,
+            `"template"`, ...); `None` where the file is the matter.
+    """
+
+    field: str | None = None
 
 
 class BudgetExceeded(CacheError):

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.adapter import ModelAdapter
+from sidequest_langchain.engine.clearing import Clearer
 from sidequest_langchain.engine.core import EngineCore
+from sidequest_langchain.engine.grammar import Grammars
 from sidequest_langchain.engine.request import (
     Event,
     Failed,
@@ -82,11 +84,13 @@ class Engine:
         self.vocab_size = adapter.vocab_size
         eos = tokenizer.eos_token_id
         self.eos_ids = adapter.eos_ids | (frozenset() if eos is None else {int(eos)})
+        self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_ids)
         self._core = EngineCore(adapter, self.config, self.tokenizer, self.name)
         self.origin: object = None
         """What the weights came from; kept alive with the engine."""
         self.replies = self._core.replies
-        self.kv = KVSegments(self._core)
+        self._clearer = Clearer(self._core, self.tokenizer)
+        self.kv = KVSegments(self._core, self._clearer.log)
         give_workers_back()
         self._core.start()
         # Also at exit of the interpreter: a thread inside of torch must not outlive it.
@@ -115,6 +119,9 @@ class Engine:
             context_length=self.context_length,
             eos_ids=self.eos_ids,
         )
+        if request.clearing is not None:
+            self._check(request.clearing.instead)
+            sequence.prepare = self._clearer.resolve
         give_workers_back()
         self._core.add(sequence)
         return Ticket(self._core, sequence)
