@@ -69,8 +69,7 @@ class RunBook:
         )
         if found is None:
             return []
-        if around is not None and started.parent_run_id != around.run_id:
-            # Its graph runs in that step; a `@task` does not, and a retry takes over its result.
+        if around is not None:
             add_topmost(around.graphs, found.checkpoint_ns.rsplit("|", 1)[0])
         run.step = step = self._new_step(root, started, found, serials)
         step.audience.append(ref)
@@ -154,6 +153,15 @@ class RunBook:
         if thread_id is None:
             return run.root.branches
         return self._branches.setdefault(thread_id, BranchLedger)
+
+    def is_busy(self, thread_id: str) -> bool:
+        """Whether a run is on a thread."""
+        return any(run.thread_id == thread_id for run in self.runs.values())
+
+    def forget_thread(self, thread_id: str) -> None:
+        """Forget the branches of a thread, unless a run still opens some."""
+        if not self.is_busy(thread_id):
+            self._branches.pop(thread_id)
 
     def open_branch(
         self, run_id: UUID, thread_id: str | None, branch: str, parent: str | None

@@ -2,11 +2,11 @@
 
 a step ends well       what its earlier attempts left goes (an interrupt's own paths stay
                        until the resumed attempt has ended well: it hits them); of those that
-                       failed also what finished in their subgraphs, which the retry begins anew
+                       failed also what finished in their subgraphs and tasks: a retry begins anew
 a run ends             retain="run": everything it made, and what interrupted runs before it
                        made on the same thread; retain="thread": only what steps made that
                        failed or were cancelled, for that is nobody's history (and what had
-                       finished in their subgraphs, unless the run failed too: it may be resumed)
+                       finished inside of them, unless the run failed too: it may be resumed)
 a run is interrupted   nothing goes
 a call ends later      than the run it belongs to: what it made goes if the run's went
 
@@ -153,7 +153,7 @@ class Retention:
 
 
 def _inside(failed: Unfinished) -> PathSelector:
-    """What finished in the subgraphs of failed attempts."""
+    """What finished in the subgraphs and tasks of failed attempts."""
     return PathSelector(under_ns=failed.graphs, thread_id=failed.thread_id)
 
 

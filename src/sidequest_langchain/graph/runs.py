@@ -113,7 +113,7 @@ class Unfinished:
 
     thread_id: str | None
     graphs: frozenset[str]
-    """Namespaces of the subgraphs that ran in them."""
+    """Namespaces of the subgraphs and tasks that ran in them."""
     since: Serials
     """Paths begun before the first of them."""
     until: Serials
@@ -195,7 +195,7 @@ class Step:
     audience: Audience
     start_event: KVEvent | None = None
     graphs: set[str] = field(default_factory=set)
-    """Namespaces of the subgraphs that ran in it, the topmost ones."""
+    """Namespaces of the subgraphs and tasks that ran in it, the topmost ones."""
     branches: dict[str, None] = field(default_factory=dict)
     """Branches opened in it, in order."""
     staged: list[PrunePlan] = field(default_factory=list)
