@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sidequest_langchain.config import CacheConfig, Guard, Protection, Schedule, Tiers
     from sidequest_langchain.graph import (
         SideQuestCallbackHandler,
+        SideQuestSaver,
         abacktrack,
         akeep_only,
         aprune,
@@ -35,6 +36,7 @@ _HOMES = {
     "Schedule": "config",
     "SideQuestCallbackHandler": "graph",
     "SideQuestChatModel": "chat.model",
+    "SideQuestSaver": "graph",
     "Tiers": "config",
     "abacktrack": "graph",
     "akeep_only": "graph",
@@ -55,6 +57,7 @@ __all__ = [
     "Schedule",
     "SideQuestCallbackHandler",
     "SideQuestChatModel",
+    "SideQuestSaver",
     "Tiers",
     "__version__",
     "abacktrack",

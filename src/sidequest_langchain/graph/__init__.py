@@ -11,12 +11,16 @@ from sidequest_langchain.graph.branching import branch
 from sidequest_langchain.graph.events import KVEvent
 from sidequest_langchain.graph.handler import SideQuestCallbackHandler
 from sidequest_langchain.graph.pruning import PruneReceipt, akeep_only, aprune, keep_only, prune
+from sidequest_langchain.graph.saver import SideQuestSaver
+from sidequest_langchain.graph.saver_kv import CheckpointKV
 from sidequest_langchain.graph.steps import StepRef, current_step
 
 __all__ = [
+    "CheckpointKV",
     "KVEvent",
     "PruneReceipt",
     "SideQuestCallbackHandler",
+    "SideQuestSaver",
     "StepRef",
     "abacktrack",
     "akeep_only",

@@ -28,7 +28,7 @@ def lifecycle_of(model: object) -> Lifecycle:
     Raises:
         ConfigError: It is neither.
     """
-    served = _unwrapped(model)
+    served = served_by(model)
     with _lock:
         lifecycle = _lifecycles.get(served.engines)
         if lifecycle is None:
@@ -37,7 +37,12 @@ def lifecycle_of(model: object) -> Lifecycle:
         return lifecycle
 
 
-def _unwrapped(model: object) -> Any:
+def served_by(model: object) -> Any:
+    """The chat model itself, without what LangChain wraps around it.
+
+    Raises:
+        ConfigError: There is no model of this package in it.
+    """
     found: Any = model
     while found is not None and not hasattr(found, "engines"):
         found = next((getattr(found, name) for name in WRAPPED if hasattr(found, name)), None)

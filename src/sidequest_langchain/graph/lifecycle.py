@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,7 +25,7 @@ from sidequest_langchain.graph.branches import BranchLedger
 from sidequest_langchain.graph.effects import Effect, Emit, Post, emit
 from sidequest_langchain.graph.retention import Retention
 from sidequest_langchain.graph.runs import CallTotals, Listener, PrunePlan, Run, Serials, Started
-from sidequest_langchain.kv.receipts import ReleaseReceipt
+from sidequest_langchain.kv.receipts import ReleaseReceipt, SegmentInfo
 from sidequest_langchain.labels import PathSelector
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ Releases = list[Future[ReleaseReceipt]]
 
 
 class Cache(Protocol):
-    """The part of `KVSegments` that a graph's events need; neither waits."""
+    """The part of `KVSegments` that a graph needs. Only `segments` waits for the engine."""
 
     @property
     def serial(self) -> int:
@@ -43,6 +44,16 @@ class Cache(Protocol):
         self, selector: PathSelector, *, reason: str, name: str = ""
     ) -> Future[ReleaseReceipt]:
         """Ask for a release."""
+
+    def segments(self, thread_id: str | None = None) -> list[SegmentInfo]:
+        """What is resident."""
+
+
+class Watcher(Protocol):
+    """Wants to know when runs are over. It is not kept alive."""
+
+    def run_ended(self) -> None:
+        """An outermost run ended; must neither wait nor raise."""
 
 
 class Lifecycle:
@@ -57,6 +68,7 @@ class Lifecycle:
         """Finds the caches; none while the model is not loaded: there is nothing to release."""
         self._book = RunBook(Retention(retain))
         self._lock = threading.Lock()
+        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
     # -- from the handlers ---------------------------------------------------------------
 
@@ -78,6 +90,11 @@ class Lifecycle:
             # Before the releases: whether one came in time for the bus would be chance.
             run.root.bus.close()
         self._carry_out(posts)
+        if run is not None and run.root.is_ended:
+            with self._lock:
+                watchers = tuple(self._watchers)
+            for watcher in watchers:
+                watcher.run_ended()
 
     def start_call(
         self, run_id: UUID, parent_run_id: UUID | None, metadata: Mapping[str, Any]
@@ -152,6 +169,27 @@ class Lifecycle:
         with self._lock:
             effects = self._book.prune_now(run_id, plan)
         return self._carry_out(effects)
+
+    # -- from the savers -----------------------------------------------------------------
+
+    def caches(self) -> tuple[Cache, ...]:
+        """The caches that are there; none while the model is not loaded."""
+        return self._caches()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` of every run that ends, as long as somebody holds it."""
+        with self._lock:
+            self._watchers.add(watcher)
+
+    def is_busy(self, thread_id: str) -> bool:
+        """Whether an attached graph runs on a thread."""
+        with self._lock:
+            return self._book.is_busy(thread_id)
+
+    def forget_thread(self, thread_id: str) -> None:
+        """A thread was deleted: branches of one that is begun under its id are others."""
+        with self._lock:
+            self._book.forget_thread(thread_id)
 
     # -- inside --------------------------------------------------------------------------
 

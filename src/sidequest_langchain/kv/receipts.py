@@ -25,6 +25,8 @@ class SegmentInfo:
     """Running generations that pin it, its descendants' included."""
     labels: tuple[StepLabel, ...]
     """The paths whose tip it is."""
+    n_archived: int = 0
+    """Tokens whose rows are in a slower tier only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

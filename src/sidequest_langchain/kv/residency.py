@@ -83,6 +83,14 @@ class Residency:
         return sum(block.n_bytes for block in self.packed)
 
     @property
+    def n_archived(self) -> int:
+        """Tokens that are away and of which there are copies; 0 where heads keep rows by head."""
+        if self.kept_by_head is not None or not self.archived:
+            return 0
+        held = {*self.dense, *(at for block in self.packed for at in block.offsets)}
+        return len({at for copy in self.archived for at in copy.offsets} - held)
+
+    @property
     def dense(self) -> Sequence[int]:
         """Ascending offsets of the storage's rows.
 
