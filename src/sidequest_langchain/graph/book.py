@@ -154,23 +154,9 @@ class RunBook:
             return run.root.branches
         return self._branches.setdefault(thread_id, BranchLedger)
 
-    def is_busy(self, thread_id: str) -> bool:
-        """Whether a run is on a thread."""
-        return any(run.thread_id == thread_id for run in self.runs.values())
-
-    def forget_thread(self, thread_id: str) -> None:
-        """Forget the branches of a thread, unless a run still opens some."""
-        if not self.is_busy(thread_id):
-            self._branches.pop(thread_id)
-
-    def is_busy(self, thread_id: str) -> bool:
-        """Whether a run is on a thread."""
-        return any(run.thread_id == thread_id for run in self.runs.values())
-
-    def forget_thread(self, thread_id: str) -> None:
-        """Forget the branches of a thread, unless a run still opens some."""
-        if not self.is_busy(thread_id):
-            self._branches.pop(thread_id)
+    def forget_branches(self, thread_id: str) -> None:
+        """Forget the branches of a thread."""
+        self._branches.pop(thread_id)
 
     def open_branch(
         self, run_id: UUID, thread_id: str | None, branch: str, parent: str | None

@@ -184,12 +184,13 @@ class Lifecycle:
     def is_busy(self, thread_id: str) -> bool:
         """Whether an attached graph runs on a thread."""
         with self._lock:
-            return self._book.is_busy(thread_id)
+            return any(run.thread_id == thread_id for run in self._book.runs.values())
 
     def forget_thread(self, thread_id: str) -> None:
-        """A thread was deleted: branches of one that is begun under its id are others."""
-        with self._lock:
-            self._book.forget_thread(thread_id)
+        """A thread was deleted: one that is begun under its id has branches of its own."""
+        if not self.is_busy(thread_id):
+            with self._lock:
+                self._book.forget_branches(thread_id)
 
     # -- inside --------------------------------------------------------------------------
 
