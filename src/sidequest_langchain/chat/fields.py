@@ -16,6 +16,7 @@ from pydantic import Field
 from sidequest_langchain._version import __version__
 from sidequest_langchain.chat.engines import EngineCell
 from sidequest_langchain.chat.entry import Entries
+from sidequest_langchain.chat.profile import profile_of
 from sidequest_langchain.chat.settings import as_stops, near_match, settings_for, with_old_names
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.errors import ConfigError, RequestError
@@ -106,25 +107,17 @@ class ModelFields(Entries):
             "model_stop": list(as_stops(self.stop)),
             "chat_template": template if template is None else json.dumps(template, sort_keys=True),
             "weights": self.engines.identity,
+            "output_version": self.output_version,
             "managed_cache": str(self.cache_config) if self.cache_config.is_managed else None,
         }
 
     def _resolve_model_profile(self) -> ModelProfile:
-        profile = ModelProfile(
-            text_inputs=True,
-            text_outputs=True,
-            image_inputs=False,
-            audio_inputs=False,
-            video_inputs=False,
-            image_outputs=False,
-            audio_outputs=False,
-            video_outputs=False,
-            open_weights=True,
-            temperature=True,
+        return profile_of(
+            self.model,
+            self.engines.given,
+            chat_template=self.chat_template,
+            max_tokens=self.max_tokens,
         )
-        if self.engines.given is not None:
-            profile["max_input_tokens"] = self.engines.given.context_length
-        return profile
 
 
 def _prepared(given: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
