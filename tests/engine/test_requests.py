@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sidequest_langchain.engine.constraint import Constraint
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.request import SamplingParams, ToolResultSpan
 from sidequest_langchain.errors import ContextLengthError, RequestCancelledError, RequestError
@@ -343,7 +344,7 @@ def test_largest_values_are_taken(engine: Engine) -> None:
 # -- constraints -------------------------------------------------------------------------
 
 
-class OnlyThese:
+class OnlyThese(Constraint):
     """Allows one token after another, then says that the text is complete."""
 
     def __init__(self, allowed: list[int]) -> None:

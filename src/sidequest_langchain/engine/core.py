@@ -257,7 +257,7 @@ class EngineCore:
         reason: FinishReason | None = None
         n_right = 0
         for place, of_best in enumerate(best):
-            token_id = of_best if sequence.is_greedy else sequence.choose(logits[place])
+            token_id = of_best if sequence.is_greedy else sequence.choose(logits[place], of_best)
             reason = sequence.take(token_id, logits[place] if sequence.wants_logits else None)
             if reason is not None or place == len(guesses) or guesses[place] != token_id:
                 break

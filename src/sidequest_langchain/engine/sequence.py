@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from sidequest_langchain.engine.detokenizer import Detokenizer
 from sidequest_langchain.engine.drafting import Drafter
 from sidequest_langchain.engine.kind_tracker import KindTracker
 from sidequest_langchain.engine.request import (
+    ClearingReport,
     Event,
     FinishReason,
     GenerationRequest,
@@ -21,6 +23,7 @@ from sidequest_langchain.engine.request import (
 )
 from sidequest_langchain.engine.sampling import Sampler, logprob_of
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
+from sidequest_langchain.kv.clearing import without_marks
 from sidequest_langchain.kv.segment import Path
 
 logger = logging.getLogger(__name__)
@@ -42,7 +45,9 @@ class Sequence:
         context_length: int,
         eos_ids: frozenset[int],
     ) -> None:
-        self.request = request
+        self.prepare: Callable[[Sequence], None] = lambda sequence: None
+        """Called in the engine's thread before it begins; may have it serve another prompt."""
+        self.clearing: ClearingReport | None = None
         self.is_cancelled = False
         self.is_over = False
         self.is_released = False
@@ -60,12 +65,21 @@ class Sequence:
         self._logprobs: list[TokenLogprob] = []
         self._n_sampled = 0
         self._drafter: Drafter | None = None
-        self._kinds = bytearray(request.kinds or bytes(len(request.prompt_ids)))
+        self._are_forced = False
+        """Whether the last guesses are the grammar's."""
+        self._broken: Exception | None = None
         self._tracker: KindTracker | None = None
-        room = context_length - len(request.prompt_ids)
-        self._n_most = min(request.sampling.max_tokens or room, room)
+        self._context_length = context_length
+        self.serve(request)
         self._begun = time.perf_counter()
         self._admitted = self._first = self._begun
+
+    def serve(self, request: GenerationRequest) -> None:
+        """Serve a request, in place of an earlier one of the same call; before it is admitted."""
+        self.request = request
+        self._kinds = bytearray(request.kinds or bytes(len(request.prompt_ids)))
+        room = self._context_length - len(request.prompt_ids)
+        self._n_most = min(request.sampling.max_tokens or room, room)
 
     @property
     def n_prompt(self) -> int:
@@ -120,28 +134,51 @@ class Sequence:
             self._kinds.extend(map(self._tracker.push, new))
         return bytes(self._kinds[first:last])
 
+    def forced(self, n_most: int) -> list[int]:
+        """Up to `n_most` tokens that the grammar leaves no choice in; none of the first ones."""
+        constraint, n_left = self.request.constraint, self._n_left
+        if constraint is None or n_left < 1:
+            return []
+        found = self._asked(constraint.forced)[: min(n_most, n_left)]
+        self._are_forced = bool(found)
+        return found
+
     def guess(self, n_most: int) -> list[int]:
         """Up to `n_most` tokens that may come after the last one; none while the prompt is read."""
-        left = self._n_most - len(self.generated) - 1
-        if not self.generated or left < 1:
+        n_left = self._n_left
+        if n_left < 1:
             return []
         if self._drafter is None:
-            self._drafter = Drafter(self.request.prompt_ids)
+            self._drafter = Drafter(without_marks(self.request.prompt_ids))
         self._drafter.add(self.generated[self._drafter.n_read - self.n_prompt :])
-        return self._drafter.guess(min(n_most, left))
+        found = self._drafter.guess(min(n_most, n_left))
+        constraint = self.request.constraint
+        if constraint is None or not found:
+            return found
+        return self._asked(lambda: found[: constraint.n_allowed(found)])
 
     def learn(self, n_guessed: int, n_right: int) -> None:
         """Hear how many of the guesses were right."""
-        if self._drafter is not None:
+        if self._drafter is not None and not self._are_forced:
             self._drafter.learn(n_guessed, n_right)
 
-    def choose(self, logits: Tensor) -> int:
-        """Choose the next token from fp32 logits, `[V]`."""
+    def choose(self, logits: Tensor, best_id: int) -> int:
+        """Choose the next token.
+
+        Args:
+            logits: fp32 logits, `[V]`; not changed.
+            best_id: Where they are largest.
+        """
         constraint = self.request.constraint
+        if self._broken is not None:
+            raise self._broken
         if constraint is None:
             return self._sampler.draw(logits)
-        # A mask may work in place; the log-probabilities are those of the model itself.
-        token_id = self._sampler.draw(constraint.mask(logits.clone()))
+        if self._sampler.is_greedy:
+            token_id = constraint.best(logits, best_id)
+        else:
+            # A mask may work in place; the log-probabilities are those of the model itself.
+            token_id = self._sampler.draw(constraint.mask(logits.clone()))
         constraint.accept(token_id)
         return token_id
 
@@ -187,6 +224,7 @@ class Sequence:
             queue_s=self._admitted - self._begun,
             first_token_s=self._first - self._begun,
             total_s=now - self._begun,
+            clearing=self.clearing,
         )
 
     def tell(self, event: Event) -> None:
@@ -197,6 +235,22 @@ class Sequence:
         except Exception:
             logger.debug("the caller of %s is gone", self.request.label.call_id, exc_info=True)
             self.is_cancelled = True
+
+    @property
+    def _n_left(self) -> int:
+        """Tokens that may come after the next one; 0 while the prompt is read."""
+        return max(0, self._n_most - len(self.generated) - 1) if self.generated else 0
+
+    def _asked(self, ask: Callable[[], Iterable[int]]) -> list[int]:
+        """What the constraint says of tokens to come; one that raises fails its own request.
+
+        Raised where it is asked, before a step, the error would fail all of that step.
+        """
+        try:
+            return list(ask())
+        except Exception as error:
+            self._broken = error
+            return []
 
     def _end(self) -> FinishReason | None:
         constraint = self.request.constraint
