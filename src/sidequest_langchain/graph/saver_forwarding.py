@@ -49,10 +49,10 @@ class ForwardingSaver(BaseCheckpointSaver[Any]):
         """An object of a class that overrides what the class of `inner` overrides."""
         given: object = inner
         if not isinstance(given, BaseCheckpointSaver):
-            msg = (
-                f"a checkpoint saver was expected, found {type(given).__name__}; give an object "
-                "such as InMemorySaver()"
+            found = (
+                f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
             )
+            msg = f"a checkpoint saver was expected, found {found}; give one, as InMemorySaver()"
             raise ConfigError(msg)
         names = (name for stem in METHODS for name in (stem, f"a{stem}"))
         absent = frozenset(name for name in names if not _overrides(type(inner), name))
