@@ -89,7 +89,7 @@ class Engine:
         self.origin: object = None
         """What the weights came from; kept alive with the engine."""
         self.replies = self._core.replies
-        self._clearer = Clearer(self._core, self.tokenizer)
+        self._clearer = Clearer(self._core, self.tokenizer, is_hidden=self.config.mask_only)
         self.kv = KVSegments(self._core, self._clearer.log)
         give_workers_back()
         self._core.start()

@@ -101,6 +101,41 @@ class ToolResultSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Clearing:
+    """Results of tools that a prompt still holds whole, and whose rows shall leave the cache.
+
+    What follows them stays as it was computed. Lossy.
+    """
+
+    runs: tuple[ToolResultSpan, ...]
+    """Tokens of the prompt to clear, ascending; a result may be several runs."""
+    instead: GenerationRequest
+    """What to serve if the prompt is not resident up to the end of the last run: the same call
+    with the results' texts replaced. It clears nothing, and is exact."""
+    history: frozenset[str] = frozenset()
+    """Call ids of the replies that the conversation holds: their paths agree."""
+    on_instead: Callable[[], None] = lambda: None
+    """Called in the engine's thread where `instead` is served; must not block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClearingReport:
+    """What became of a request's `Clearing`."""
+
+    is_reused: bool
+    """Whether what follows the cleared results was reused; else `instead` was served."""
+    n_rows: int = 0
+    """Rows that left now."""
+    freed_bytes: int = 0
+    cleared: tuple[str, ...] = ()
+    """Tool calls of which the results are cleared, now or before."""
+    kept: tuple[tuple[str, str], ...] = ()
+    """Tool calls of which the results stay in the cache, and why."""
+    why: str = ""
+    """Why `instead` was served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One sample to generate. `n` samples of a prompt are `n` requests: they share its KV.
 
@@ -122,8 +157,12 @@ class GenerationRequest:
     """A `TokenKind` for each token of the prompt; empty if they are unknown."""
     spans: tuple[ToolResultSpan, ...] = ()
     """Where the prompt holds results of tools, in order."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens that are text of the answer all the same: tags of calls and thoughts."""
     exact: bool = False
     """Whether this call does not agree to lossy acts on what it reads."""
+    clearing: Clearing | None = None
+    """What of the prompt shall leave the cache."""
 
     def __post_init__(self) -> None:
         n = len(self.prompt_ids)
@@ -143,6 +182,18 @@ class GenerationRequest:
                 f"spans must be of tokens of the prompt, which has {n}",
                 span,
             )
+        if self.clearing is not None:
+            self._check_clearing(self.clearing, n)
+
+    def _check_clearing(self, clearing: Clearing, n: int) -> None:
+        _require(not self.exact, "exact=True agrees to no clearing", clearing.runs)
+        ends = [at for run in clearing.runs for at in (run.first, run.last)]
+        _require(
+            bool(ends) and ends == sorted(ends) and ends[0] >= 0 and ends[-1] < n,
+            f"runs to clear must ascend and end before the last of the prompt's {n} tokens",
+            clearing.runs,
+        )
+        _require(clearing.instead.clearing is None, "instead must clear nothing", clearing.instead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +235,8 @@ class GenerationResult:
     first_token_s: float = 0.0
     """Seconds from submission to the first token."""
     total_s: float = 0.0
+    clearing: ClearingReport | None = None
+    """What became of what the request asked to clear."""
 
     @property
     def n_prefilled_tokens(self) -> int:

@@ -18,7 +18,7 @@ from sidequest_langchain.kv.receipts import KVUsage, ReleaseReceipt, SegmentInfo
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.labels import PathSelector
 from sidequest_langchain.policy.manager import Manager
-from sidequest_langchain.policy.receipts import ActReceipt, RunReceipt
+from sidequest_langchain.policy.receipts import ActReceipt, ReceiptLog, RunReceipt
 from sidequest_langchain.policy.recording import Recorder
 
 logger = logging.getLogger(__name__)
@@ -65,13 +65,12 @@ class KVSegments:
     Each waits for the step that runs now, but for `post_release`, `receipts` and `serial`.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, log: ReceiptLog) -> None:
         self._core = core
         self._receipts: deque[ReleaseReceipt | ActReceipt] = deque(maxlen=N_RECEIPTS)
         self._observers: list[Observer] = []
         core.tree.on_release = self._note
-        if core.manager is not None:
-            core.manager.log.observers.append(self._receipts.append)
+        log.observers.append(self._receipts.append)
 
     def segments(self, thread_id: str | None = None) -> list[SegmentInfo]:
         """The resident segments, parents first; with `thread_id`, those of its paths only."""

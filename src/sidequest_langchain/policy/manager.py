@@ -93,7 +93,7 @@ class Manager:
                 tree,
                 self.monitor,
                 needs=policy.needs,
-                may_change=self._may_change,
+                may_change=self.may_change,
                 may_release=lambda segment: segment not in self._recalled,
             ),
             decisions=DecisionEngine(policy, config, executor, token_weights, predictor),
@@ -225,7 +225,7 @@ class Manager:
         ):
             self._archive.fingerprint = now
 
-    def _may_change(self, segment: Segment) -> bool:
+    def may_change(self, segment: Segment) -> bool:
         """Whether all readers agreed to lossy acts, and nobody called its rows back just now."""
         if self._recalled:
             now = self.monitor.n_steps
