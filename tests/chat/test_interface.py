@@ -363,3 +363,14 @@ def test_the_cache_of_a_model_you_loaded_cannot_be_changed_by_the_config(chat):
     flexible = chat.configurable_fields(cache_config=ConfigurableField(id="kv"))
     with pytest.raises(ConfigError, match="from_model again"):
         flexible.invoke(ASK, {"configurable": {"kv": CacheConfig(budget_tokens=100)}})
+
+
+def test_the_same_tool_in_two_forms_is_one_tool(make_chat):
+    chat = make_chat(template=templates.TOOLS)
+    once = chat.prompt_ids(ASK, tools=[Trip])
+    bound = chat.bind_tools([Trip, Trip.model_json_schema(), look_up, look_up])
+    assert [one["function"]["name"] for one in bound.kwargs["tools"]] == ["Trip", "look_up"]
+    assert chat.bind_tools([Trip, Trip]).invoke(ASK).usage_metadata["input_tokens"] == len(once)
+    other = {"title": "Trip", "type": "object", "properties": {"days": {"type": "integer"}}}
+    with pytest.raises(RequestError, match="'Trip' and take different arguments"):
+        chat.bind_tools([Trip, other])

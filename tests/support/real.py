@@ -19,8 +19,15 @@ if TYPE_CHECKING:
 @cache
 def load_real(name: str) -> LoadedModel:
     """A catalogue model with its tokenizer, fp32 on the CPU."""
-    from sidequest_langchain.models.catalogue import CATALOGUE
     from sidequest_langchain.models.loading import load
+
+    require_real(name)
+    return load(name, dtype="float32", device="cpu")
+
+
+def require_real(name: str) -> None:
+    """Skip, or fail, where a catalogue model is not on this machine."""
+    from sidequest_langchain.models.catalogue import CATALOGUE
     from sidequest_langchain.models.pulling import installed
 
     if not installed(CATALOGUE[name]):
@@ -28,4 +35,3 @@ def load_real(name: str) -> LoadedModel:
         if os.environ.get("SIDEQUEST_REQUIRE_MODELS"):
             pytest.fail(missing)
         pytest.skip(missing)
-    return load(name, dtype="float32", device="cpu")

@@ -46,7 +46,7 @@ class Choosing:
 
 
 def described(tools: Sequence[Any] | None, *, strict: bool | None = None) -> tuple[Described, ...]:
-    """Descriptions of `tools`, in their order.
+    """Descriptions of `tools`, in their order; the same tool given twice is one.
 
     Args:
         tools: Pydantic classes (v2 or v1), TypedDicts, functions, LangChain tools, runnables, or
@@ -56,18 +56,22 @@ def described(tools: Sequence[Any] | None, *, strict: bool | None = None) -> tup
             in any case.
 
     Raises:
-        RequestError: One of them is none of these, or two have one name.
+        RequestError: One of them is none of these, or two that differ have one name.
     """
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence | None):
         msg = f"tools must be a list of tools, found {tools!r}"
         raise RequestError(msg)
-    found = tuple(_described(tool, strict) for tool in tools or ())
-    names = [name_of(tool) for tool in found]
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if doubled:
-        msg = f"several tools are named {doubled[0]!r}; a call could not tell them apart: rename"
-        raise RequestError(msg)
-    return found
+    found: dict[str, Described] = {}
+    for tool in tools or ():
+        one = _described(tool, strict)
+        other = found.setdefault(name_of(one), one)
+        if _without_notes(schema_of(other)) != _without_notes(schema_of(one)):
+            msg = (
+                f"several tools are named {name_of(one)!r} and take different arguments; a call "
+                "could not tell them apart: rename"
+            )
+            raise RequestError(msg)
+    return tuple(found.values())
 
 
 def name_of(tool: Described) -> str:
@@ -149,3 +153,18 @@ def _described(tool: Any, strict: bool | None) -> Described:  # noqa: FBT001
         msg = f"{tool!r} is no tool that this model could call; give one with a name and a schema"
         raise RequestError(msg)
     return found
+
+
+def _without_notes(schema: Any) -> Any:
+    """A schema without what holds nobody: titles and descriptions."""
+    if isinstance(schema, list):
+        return [_without_notes(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: {name: _without_notes(part) for name, part in value.items()}
+        if key == "properties" and isinstance(value, Mapping)
+        else _without_notes(value)
+        for key, value in schema.items()
+        if key not in ("title", "description")
+    }

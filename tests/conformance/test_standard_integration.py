@@ -1,0 +1,85 @@
+"""LangChain's standard integration suite for chat models, whole, on real weights.
+
+The default model is the smallest of the catalogue that passes: its answers must copy a number,
+names in Chinese and Japanese, and call a tool unasked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+
+from sidequest_langchain import SideQuestChatModel
+from tests.support.real import require_real
+
+MODEL = "qwen2.5-coder-0.5b"
+SETTINGS = {"model": MODEL, "temperature": 0.0, "max_tokens": 96}
+LONG = "Repeat after me. " * 20
+
+Details = dict[Literal["invoke", "stream"], list[Any]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def weights() -> Iterator[None]:
+    """Each test makes chat models of its own; the weights stay loaded between them."""
+    require_real(MODEL)
+    keeper = SideQuestChatModel(**SETTINGS)
+    assert keeper.engine
+    yield
+    keeper.kv.clear()
+
+
+@pytest.mark.real
+class TestIntegration(ChatModelIntegrationTests):
+    """Skipped are images, sound and PDF, which a text model lacks, and nothing else."""
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return SideQuestChatModel
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return SETTINGS
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return True
+
+    @property
+    def supports_anthropic_inputs(self) -> bool:
+        return True
+
+    @property
+    def enable_vcr_tests(self) -> bool:
+        return True  # there is no traffic to record: the test streams
+
+    @property
+    def supported_usage_metadata_details(self) -> Details:
+        both = ["cache_read_input", "cache_creation_input"]
+        return {"invoke": both, "stream": both}
+
+    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
+        answer = [_asked(stream=stream) for _ in range(2)][-1]
+        assert answer.usage_metadata["input_token_details"]["cache_read"] > 50
+        return answer
+
+    def invoke_with_cache_creation_input(self, *, stream: bool = False) -> AIMessage:
+        answer = _asked(stream=stream)
+        assert answer.usage_metadata["input_token_details"]["cache_creation"] >= 1
+        return answer
+
+
+def _asked(*, stream: bool) -> AIMessage:
+    model = SideQuestChatModel(**SETTINGS | {"max_tokens": 4})
+    if not stream:
+        return model.invoke(LONG)
+    full: AIMessageChunk | None = None
+    for chunk in model.stream(LONG):
+        full = chunk if full is None else full + chunk
+    assert isinstance(full, AIMessage)
+    return full
