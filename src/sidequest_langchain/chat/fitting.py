@@ -8,11 +8,13 @@ conversation begins as the shorter one did.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from sidequest_langchain.chat.messages import Piece, Turn
 from sidequest_langchain.chat.template import Traits
+from sidequest_langchain.chat.tool_syntax import listed
 from sidequest_langchain.kinds import TokenKind
 
 _GAP = Piece("\n\n")
@@ -36,6 +38,15 @@ def fitted(turns: list[Turn], traits: Traits) -> list[Turn]:
     if not traits.has_runs:
         result = _with_runs_joined(result)
     return list(result)
+
+
+def with_tools_told(turns: list[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """`turns` with the tools told in the system's words: for templates without a place for them."""
+    told = Piece(listed(tools), kind=TokenKind.SYSTEM)
+    if turns[0].role != "system":
+        return [Turn(role="system", pieces=(told,)), *turns]
+    pieces = (*turns[0].pieces, _GAP, told) if turns[0].text else (told,)
+    return [replace(turns[0], pieces=pieces), *turns[1:]]
 
 
 def _with_calls_as_text(turn: Turn) -> Turn:

@@ -16,11 +16,12 @@ from typing import Any, Literal, TypeAlias
 
 from langchain_core.messages import BaseMessage
 
+from sidequest_langchain.chat.dialect import Dialect, dialect_of
 from sidequest_langchain.chat.encoder import SectionEncoder
-from sidequest_langchain.chat.fitting import fitted
+from sidequest_langchain.chat.fitting import fitted, with_tools_told
 from sidequest_langchain.chat.kind_map import KindMap
-from sidequest_langchain.chat.marks import Span
-from sidequest_langchain.chat.messages import Piece, Turn, turns_of
+from sidequest_langchain.chat.known import Known, ReplyFinder
+from sidequest_langchain.chat.messages import Piece, turns_of
 from sidequest_langchain.chat.rendering import Rendering
 from sidequest_langchain.chat.template import Traits, probe
 from sidequest_langchain.engine.replies import Reply
@@ -30,7 +31,6 @@ from sidequest_langchain.errors import MessageError, TemplateError
 
 ControlTokens: TypeAlias = Literal["text", "parse"]
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-_MOST_HEADS = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,21 +40,14 @@ class Prompt:
     ids: tuple[int, ...]
     superseded: tuple[str, ...] = ()
     """Calls whose replies this prompt holds in another rendering than when they were made."""
+    text: str = ""
+    """What was rendered, with marks."""
+    opened: str = ""
+    """What of it is the beginning of the assistant's turn."""
     kinds: bytes = b""
     """A `TokenKind` for each of `ids`; empty if it was not asked for."""
     tool_results: tuple[ToolResultSpan, ...] = ()
     """Where the results of tools stand in `ids`, in order; none if kinds were not asked for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
-    """A reply of ours that the conversation holds, and where the rendered text has it."""
-
-    turn: Turn
-    call_id: str
-    reply: Reply
-    span: Span | None
-    """`None` if the template changed it."""
 
 
 class PromptAssembler:
@@ -78,12 +71,27 @@ class PromptAssembler:
                 become structure (`"parse"`).
         """
         self._tokenizer = tokenizer
-        self._find_reply = find_reply
         self._name = name or tokenizer.name
         self._is_control_text_plain = control_tokens == "text"
         self._encoder = SectionEncoder(tokenizer)
         self._traits: dict[bool, Traits] = {}
-        self._heads: dict[str, tuple[Reply, str]] = {}
+        self._dialect: Dialect | None = None
+        self._replies = ReplyFinder(tokenizer, find_reply, lambda: self.dialect)
+
+    @property
+    def dialect(self) -> Dialect:
+        """How the model thinks and calls tools, as its template shows.
+
+        Raises:
+            TemplateError: There is no template, or it fails on a single user message.
+        """
+        if self._dialect is None:
+            self._dialect = dialect_of(self._tokenizer, self._traits_for(has_tools=True))
+        return self._dialect
+
+    def remember(self, call_id: str, prompt: Prompt) -> None:
+        """Note that `prompt` is fed for a call, so that its reply is found again later."""
+        self._replies.remember(call_id, prompt.text, prompt.opened)
 
     def assemble(
         self,
@@ -109,8 +117,11 @@ class PromptAssembler:
             MessageError: A message has no text form, or there is nothing to answer.
             TemplateError: There is no template, or it refuses these messages.
         """
-        traits = self._traits_for(bool(tools))
+        traits = self._traits_for(has_tools=bool(tools))
         turns = turns_of(messages)
+        if tools and not traits.has_tools:
+            turns, tools = with_tools_told(turns, tools), None
+            traits = self._traits_for(has_tools=False)
         if turns[-1].tool_calls:
             msg = (
                 "the last message calls tools and no message answers; run the tools and add "
@@ -124,18 +135,23 @@ class PromptAssembler:
             tools,
             is_control_text_plain=self._is_control_text_plain,
         )
-        known = self._known_replies(rendering)
+        known = self._replies.known_in(rendering)
         ids, ends = self._encoded(rendering, known, with_ends=with_kinds)
         if not ids:
             msg = "the messages render to no token at all; give a message with text"
             raise MessageError(msg)
-        superseded = tuple(_superseded(rendering, known))
+        superseded = tuple(self._replies.superseded(rendering, known))
+        text, opened = rendering.text, traits.opening
+        if not text.endswith(opened):
+            opened = turns[-1].text
         if not with_kinds:
-            return Prompt(ids=tuple(ids), superseded=superseded)
+            return Prompt(ids=tuple(ids), superseded=superseded, text=text, opened=opened)
         kind_map = KindMap(rendering, self._tokenizer.special_tokens, marked)
         return Prompt(
             ids=tuple(ids),
             superseded=superseded,
+            text=text,
+            opened=opened,
             kinds=kind_map.of_tokens(ends),
             tool_results=tuple(
                 ToolResultSpan(
@@ -145,7 +161,7 @@ class PromptAssembler:
             ),
         )
 
-    def _traits_for(self, has_tools: bool) -> Traits:  # noqa: FBT001
+    def _traits_for(self, *, has_tools: bool) -> Traits:
         if not self._tokenizer.has_template:
             msg = (
                 f"the model {self._name!r} has no chat template (a base model?); pass "
@@ -156,22 +172,8 @@ class PromptAssembler:
             self._traits[has_tools] = probe(self._tokenizer, has_tools=has_tools)
         return self._traits[has_tools]
 
-    def _known_replies(self, rendering: Rendering) -> list[_Known]:
-        found: list[tuple[Turn, Piece, Reply]] = []
-        for turn in rendering.turns:
-            for piece in turn.pieces:
-                reply = self._find_reply(piece.call_id) if piece.call_id and piece.text else None
-                # An edited copy of a message keeps its id: the text decides.
-                if reply is not None and reply.text == piece.text:
-                    found.append((turn, piece, reply))
-        spans = rendering.spans([(turn, piece) for turn, piece, _ in found]) if found else []
-        return [
-            _Known(turn=turn, call_id=str(piece.call_id), reply=reply, span=span)
-            for (turn, piece, reply), span in zip(found, spans or [], strict=False)
-        ]
-
     def _encoded(
-        self, rendering: Rendering, known: Sequence[_Known], *, with_ends: bool
+        self, rendering: Rendering, known: Sequence[Known], *, with_ends: bool
     ) -> tuple[list[int], list[int]]:
         """The ids of the rendered text, with the generated ids in place of known replies.
 
@@ -181,8 +183,7 @@ class PromptAssembler:
         ids: list[int] = []
         ends: list[int] = []
         for one in known:
-            head = self._head_of(one)
-            if one.span is None or one.span.start < at or not head:
+            if one.span is None or one.span.start < at or not one.head:
                 continue
             before = rest + text[at : one.span.start]
             if with_ends:
@@ -193,7 +194,7 @@ class PromptAssembler:
             self._encode(ids, rendering, before)
             ids += one.reply.token_ids
             # A stop string may have cut a token in two: what of it is text follows as text.
-            rest = rendering.write(one.turn, Piece(one.reply.text[len(head) :]))
+            rest = rendering.write(one.turn, Piece(one.reply.text[len(one.head) :]))
             at = one.span.end
         if with_ends:
             before = rest + text[at:]
@@ -221,30 +222,3 @@ class PromptAssembler:
                 within = self._encoder.ends(part, follows_text=follows_text)
             follows_text = follows_text or bool(within)
             yield from (start + offset + end for end in within)
-
-    def _head_of(self, known: _Known) -> str:
-        """The head of a reply that its ids decode to; `''` if they decode to something else."""
-        reply, seen = self._heads.get(known.call_id, (None, ""))
-        if reply is not known.reply:
-            seen = self._tokenizer.decode(known.reply.token_ids)
-            seen = seen if known.reply.text.startswith(seen) else ""
-            if len(self._heads) >= _MOST_HEADS:
-                self._heads.clear()
-            self._heads[known.call_id] = (known.reply, seen)
-        return seen
-
-
-def _superseded(rendering: Rendering, known: Sequence[_Known]) -> Iterator[str]:
-    """Replies from the first one on that is not rendered as it was when it was made.
-
-    Changed, or behind another opening of the assistant's turn (a think block that is dropped
-    later). What was computed after such a reply began with its old rendering, too.
-    """
-    is_stale = False
-    text, opening = rendering.text, rendering.traits.opening
-    for one in known:
-        is_stale = is_stale or one.span is None
-        if one.span is not None and not text.endswith(opening, 0, one.span.start):
-            is_stale = True
-        if is_stale:
-            yield one.call_id

@@ -19,7 +19,7 @@ from sidequest_langchain.kinds import TokenKind
 Write: TypeAlias = Callable[[Turn, Piece], str]
 """How a piece of a turn is written into the template's input; marks may be put around it."""
 
-_PROBE_TOOL = {
+PROBE_TOOL = {
     "type": "function",
     "function": {
         "name": "sq_probe",
@@ -43,6 +43,8 @@ class Traits:
     """Messages of role `tool`."""
     has_tool_calls: bool
     """Tool calls of an assistant message, given as a field."""
+    has_tools: bool
+    """The tools that are given."""
     has_argument_text: bool
     """Arguments of a tool call are wanted as JSON text, not as a mapping."""
     opening: str
@@ -130,7 +132,7 @@ def probe(tokenizer: ChatTokenizer, *, has_tools: bool = False) -> Traits:
     calling = Turn(role="assistant", pieces=(Piece(""),), tool_calls=(call,))
     result = Turn(role="tool", pieces=(Piece("Sq-found"),), tool_call_id=call.call_id)
     more, rule, late = _turn("user", "Sq-more"), _turn("system", "Sq-rule"), _turn("system", "Sq-b")
-    tools = [_PROBE_TOOL] if has_tools else None
+    tools = [PROBE_TOOL] if has_tools else None
 
     shows = partial(_shows, tokenizer, tools)
     opening = _opening(tokenizer, user, tools)
@@ -147,6 +149,7 @@ def probe(tokenizer: ChatTokenizer, *, has_tools: bool = False) -> Traits:
         has_runs=has_runs,
         has_tool_role=shows("", user, asking, result, has_argument_text=has_text),
         has_tool_calls=has_mapping or has_text,
+        has_tools=tools is not None and _shows_tools(tokenizer, user, tools),
         has_argument_text=has_text,
         opening=opening,
     )
@@ -166,6 +169,15 @@ def _shows(
     except TemplateError:
         return False
     return wanted in text and all(text.count(t.text) == 1 for t in turns if t.text)
+
+
+def _shows_tools(tokenizer: ChatTokenizer, user: Turn, tools: list[dict[str, Any]]) -> bool:
+    try:
+        return str(tools[0]["function"]["name"]) in tokenizer.render(
+            [message_of(user)], tools=tools
+        )
+    except TemplateError:
+        return False
 
 
 def _turn(role: str, text: str) -> Turn:

@@ -8,6 +8,8 @@ It must not know the engine, sampling or messages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
+
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
 
 
@@ -18,9 +20,15 @@ class Detokenizer:
     first. A token costs the decoding of the few tokens around it, whatever the length so far.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        stop: tuple[str, ...] = (),
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
+        self._shown = shown
         self._ids: list[int] = []
         self._anchor: list[int] = []
         self._pending: list[int] = []
@@ -43,7 +51,7 @@ class Detokenizer:
         if self.is_stopped:
             return ""
         self._ids.append(token_id)
-        if self._tokenizer.is_special(token_id):
+        if self._is_hidden(token_id):
             return ""
         self._pending.append(token_id)
         if self._tokenizer.leaves_open(self._pending):
@@ -74,9 +82,9 @@ class Detokenizer:
         n_ids, n_chars = self._settled[at]
         beyond = self._settled[at + 1][0] if at + 1 < len(self._settled) else len(self._ids)
         start = self._fresh_start(at)
-        n_known = len(self._tokenizer.decode(self._ids[start:n_ids]))
+        n_known = len(self._decode(self._ids[start:n_ids]))
         for end in range(beyond, n_ids, -1):
-            added = self._tokenizer.decode(self._ids[start:end])[n_known:]
+            added = self._decode(self._ids[start:end])[n_known:]
             if text.startswith(added, n_chars):
                 return tuple(self._ids[:end])
         return tuple(self._ids[:n_ids])
@@ -84,10 +92,16 @@ class Detokenizer:
     def _fresh_start(self, at: int) -> int:
         """Where to start decoding so that what follows point `at` is not taken for a beginning."""
         start = self._settled[max(at - 1, 0)][0]
-        while start and not self._tokenizer.decode(self._ids[start : self._settled[at][0]]):
+        while start and not self._decode(self._ids[start : self._settled[at][0]]):
             at -= 1
             start = self._settled[max(at - 1, 0)][0]
         return start
+
+    def _is_hidden(self, token_id: int) -> bool:
+        return token_id not in self._shown and self._tokenizer.is_special(token_id)
+
+    def _decode(self, ids: list[int]) -> str:
+        return decoded(self._tokenizer, ids, self._shown)
 
     def _settle(self) -> str:
         """The text that the pending tokens add; they become the anchor of the next ones."""
@@ -95,8 +109,8 @@ class Detokenizer:
             return ""
         # Decoders treat the start of a text in their own way (a space is stripped): the tokens
         # before are decoded along, so that this is no start.
-        known = self._tokenizer.decode(self._anchor) if self._anchor else ""
-        added = self._tokenizer.decode(self._anchor + self._pending)[len(known) :]
+        known = self._decode(self._anchor) if self._anchor else ""
+        added = self._decode(self._anchor + self._pending)[len(known) :]
         self._anchor, self._pending = self._pending, []
         self._settled.append((len(self._ids), self._settled[-1][1] + len(added)))
         return added
@@ -113,6 +127,14 @@ class Detokenizer:
         if cut:
             self._chunks.append(text[:cut])
         return text[:cut]
+
+
+def decoded(tokenizer: ChatTokenizer, ids: Sequence[int], shown: Set[int]) -> str:
+    """Text of `ids`, with those special tokens that are `shown`, and no others."""
+    if not shown:
+        return tokenizer.decode(ids)
+    visible = [i for i in ids if i in shown or not tokenizer.is_special(i)]
+    return tokenizer.decode(visible, skip_special=False)
 
 
 def _first_stop(text: str, stop: tuple[str, ...]) -> int | None:

@@ -60,7 +60,7 @@ class Sequence:
         self._sink = sink
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
-        self._detokenizer = Detokenizer(tokenizer, request.sampling.stop)
+        self._detokenizer = Detokenizer(tokenizer, request.sampling.stop, request.shown)
         self._sampler = Sampler(request.sampling)
         self._logprobs: list[TokenLogprob] = []
         self._n_sampled = 0

@@ -79,10 +79,14 @@ class ChatTokenizer:
     @property
     def control_text(self) -> frozenset[str]:
         """Tokens that structure a chat: the special ones, and added ones the template names."""
+        named = {text for text in self._added.values() if text in self.template_text}
+        return self.special_tokens | {text for text in named if len(text.strip()) > 1}
+
+    @property
+    def template_text(self) -> str:
+        """The text of the chat template, of all of them if there are several; `''` of none."""
         template = self._template or ""
-        source = template if isinstance(template, str) else "\0".join(template.values())
-        named = {text for text in self._added.values() if len(text.strip()) > 1 and text in source}
-        return self.special_tokens | named
+        return template if isinstance(template, str) else "\0".join(template.values())
 
     def with_template(self, chat_template: Template) -> ChatTokenizer:
         """The same tokenizer with another chat template; nothing heavy is copied."""
