@@ -15,13 +15,21 @@ from typing import Any
 
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import BaseMessage
-from langchain_core.utils.function_calling import convert_to_openai_tool
 
+from sidequest_langchain.chat.clearing import (
+    FedResults,
+    Reusing,
+    n_most_prompt_tokens,
+    replies_after_cleared,
+)
+from sidequest_langchain.chat.answer import Answer
+from sidequest_langchain.chat.dialect import Plan
 from sidequest_langchain.chat.fields import ModelFields
 from sidequest_langchain.chat.managed import ManagedActs
-from sidequest_langchain.chat.prompt import PromptAssembler
-from sidequest_langchain.chat.settings import settings_for
+from sidequest_langchain.chat.prompt import Prompt, PromptAssembler
+from sidequest_langchain.chat.settings import CallSettings, settings_for
 from sidequest_langchain.chat.step import HasMetadata, current_label, scope_of
+from sidequest_langchain.chat.tools import described
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.registry import engine_for
 from sidequest_langchain.engine.request import GenerationRequest
@@ -41,6 +49,12 @@ class Call:
     requests: tuple[GenerationRequest, ...]
     managed: ManagedActs
     """What the managed cache does from now on."""
+    plan: Plan
+    """How the answers are read."""
+
+    def answer_to(self, request: GenerationRequest) -> Answer:
+        """The answer to one of the requests, to be read."""
+        return Answer(self.plan, request.label.call_id)
 
 
 class ServedModel(ModelFields):
@@ -67,7 +81,8 @@ class ServedModel(ModelFields):
     @property
     def kv(self) -> KVSegments:
         """The KV cache: its segments, and what may be done with them."""
-        return self.engine.kv
+        kv = self.engine.kv
+        return kv if self.chat_template is None else kv.for_template(self.chat_template)
 
     def prompt_ids(self, input: LanguageModelInput, *, tools: Sequence[Any] = ()) -> list[int]:
         """The token ids that a call with `input` feeds to the model.
@@ -81,8 +96,7 @@ class ServedModel(ModelFields):
             TemplateError: There is no template, or it refuses these messages.
         """
         messages = self._convert_input(input).to_messages()
-        schemas = [convert_to_openai_tool(tool) for tool in tools]
-        return list(self._assembler.assemble(messages, schemas).ids)
+        return list(self._assembler.assemble(messages, described(tools)).ids)
 
     @property
     def _engine_key(self) -> str:
@@ -114,30 +128,58 @@ class ServedModel(ModelFields):
         given: Mapping[str, Any],
     ) -> Call:
         settings = settings_for(self._sampling_fields, stop, given)
-        config = self.cache_config
-        prompt = self._assembler.assemble(
+        config, engine, assembler = self.cache_config, self.engine, self._assembler
+        prompt = assembler.assemble(
             messages,
-            settings.tools,
+            settings.tools if settings.choosing.mode != "none" else (),
             with_kinds=config.is_managed,
             marked=config.protection.protect_text,
         )
         scope = scope_of(config.isolation, run_manager)
+        reusing = self._reusing(messages, settings, scope, prompt)
         requests = [
             GenerationRequest(
                 prompt_ids=prompt.ids,
                 sampling=settings.sampling_of(sample),
                 label=current_label(f"sq-{uuid.uuid4().hex}", run_manager),
                 scope=scope,
-                constraint=settings.new_constraint(),
-                superseded=prompt.superseded,
+                constraint=settings.new_constraint()
+                if plan.grammar is None
+                else engine.grammars.constraint(plan.grammar),
+                superseded=(*prompt.superseded, *replies_after_cleared(messages)),
                 kinds=prompt.kinds,
                 spans=prompt.tool_results,
                 exact=settings.exact,
             )
             for sample in range(settings.n)
         ]
+        if reusing is not None:
+            requests = [reusing.request(request) for request in requests]
         engine = self.engine
         return Call(engine=engine, requests=tuple(requests), managed=ManagedActs(engine.kv))
+
+    def _reusing(
+        self, messages: list[BaseMessage], settings: CallSettings, scope: str, prompt: Prompt
+    ) -> Reusing | None:
+        """The prompt that keeps the texts of cleared results, if the call asks for it."""
+        if not settings.is_reusing_edits:
+            return None
+        engine = self.engine
+        fed = self.engines.get((engine, "fed results"), FedResults)
+        fed.note(scope, messages)
+        return fed.reusing(
+            scope,
+            messages,
+            lambda whole: self._assembler.assemble(
+                whole,
+                settings.tools,
+                with_kinds=True,
+                marked=self.cache_config.protection.protect_text,
+            ),
+            n_most_tokens=n_most_prompt_tokens(
+                engine.context_length, settings.sampling.max_tokens, len(prompt.ids)
+            ),
+        )
 
     async def _aprepare(
         self,
@@ -146,10 +188,11 @@ class ServedModel(ModelFields):
         run_manager: HasMetadata | None,
         given: Mapping[str, Any],
     ) -> Call:
-        settings_for(self._sampling_fields, stop, given)
+        settings = settings_for(self._sampling_fields, stop, given)
         if not self._is_loaded:
             await asyncio.get_running_loop().run_in_executor(_loader, lambda: self.engine)
-        if len(messages) <= _QUICK_MESSAGES and _n_chars(messages) <= _QUICK_CHARS:
+        is_small = len(messages) <= _QUICK_MESSAGES and _n_chars(messages) <= _QUICK_CHARS
+        if is_small and not settings.is_held:  # a new grammar takes milliseconds, the first more
             return self._prepare(messages, stop, run_manager, given)
         return await asyncio.to_thread(self._prepare, messages, stop, run_manager, given)
 

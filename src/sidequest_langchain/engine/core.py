@@ -280,9 +280,9 @@ class EngineCore:
         self._passes.keep_budget()  # a request may exceed it while it runs, and no longer
         result = sequence.result(reason, path.tip.segment_id or None)
         self.counters.count(result)
-        self.replies.add(
-            sequence.request.label.call_id, Reply(text=result.text, token_ids=result.kept_ids)
-        )
+        label = sequence.request.label
+        reply = Reply(text=result.text, token_ids=result.kept_ids, thread_id=label.thread_id)
+        self.replies.add(label.call_id, reply)
         sequence.tell(Finished(result=result))
 
     def _fail(self, sequences: list[Sequence], error: BaseException) -> None:

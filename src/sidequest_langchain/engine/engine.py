@@ -24,6 +24,7 @@ from sidequest_langchain.engine.request import (
     Sink,
     TextDelta,
 )
+from sidequest_langchain.engine.saving import ThreadFiles
 from sidequest_langchain.engine.segments import KVSegments
 from sidequest_langchain.engine.self_test import self_test
 from sidequest_langchain.engine.sequence import Sequence
@@ -90,7 +91,8 @@ class Engine:
         """What the weights came from; kept alive with the engine."""
         self.replies = self._core.replies
         self._clearer = Clearer(self._core, self.tokenizer, is_hidden=self.config.mask_only)
-        self.kv = KVSegments(self._core, self._clearer.log)
+        files = ThreadFiles(self._core, self.tokenizer, self.config)
+        self.kv = KVSegments(self._core, self._clearer.log, files)
         give_workers_back()
         self._core.start()
         # Also at exit of the interpreter: a thread inside of torch must not outlive it.

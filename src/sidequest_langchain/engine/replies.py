@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -18,6 +19,8 @@ class Reply:
     text: str
     token_ids: tuple[int, ...]
     """The longest head of the generated tokens that decodes to a head of `text`."""
+    thread_id: str | None = None
+    """The thread that it was generated for."""
 
 
 class ReplyLog:
@@ -43,6 +46,15 @@ class ReplyLog:
             if reply is not None:
                 self._replies.move_to_end(message_id)
             return reply
+
+    def of(self, thread_id: str, call_ids: Collection[str] = ()) -> dict[str, Reply]:
+        """What is remembered of a thread, and of some calls of whatever thread, by message id."""
+        with self._lock:
+            return {
+                message_id: reply
+                for message_id, reply in self._replies.items()
+                if reply.thread_id == thread_id or message_id in call_ids
+            }
 
     def __len__(self) -> int:
         return len(self._replies)

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from types import TracebackType
+from pathlib import Path
 
 from sidequest_langchain.config import Protection
 from sidequest_langchain.engine.core import EngineCore
 from sidequest_langchain.engine.drawing import draw
-from sidequest_langchain.errors import ConfigError, EngineClosedError
+from sidequest_langchain.engine.naming import info_of, named
+from sidequest_langchain.engine.pin import Pin
+from sidequest_langchain.engine.saving import ThreadFiles, saved_file
+from sidequest_langchain.engine.tokenizer import Template
+from sidequest_langchain.errors import ConfigError
 from sidequest_langchain.kv.integrity import check_integrity
-from sidequest_langchain.kv.receipts import KVUsage, ReleaseReceipt, SegmentInfo
-from sidequest_langchain.kv.segment import Segment
+from sidequest_langchain.kv.receipts import (
+    KVUsage,
+    LoadReceipt,
+    ReleaseReceipt,
+    SaveReceipt,
+    SegmentInfo,
+)
 from sidequest_langchain.labels import PathSelector
 from sidequest_langchain.policy.manager import Manager
 from sidequest_langchain.policy.receipts import ActReceipt, ReceiptLog, RunReceipt
@@ -29,44 +39,15 @@ N_RECEIPTS = 1000
 Observer = Callable[[ReleaseReceipt], None]
 
 
-class Pin:
-    """Keeps paths resident until `unpin`, or the end of a `with` block."""
-
-    def __init__(self, core: EngineCore, segments: list[Segment]) -> None:
-        self._core = core
-        self._segments = segments
-
-    def unpin(self) -> None:
-        """Let go; paths that were released meanwhile are freed now. Idempotent."""
-        segments, self._segments = self._segments, []
-
-        def unpin() -> None:
-            for segment in segments:
-                self._core.tree.unpin(segment)
-
-        with contextlib.suppress(EngineClosedError):  # then there is nothing left to free
-            self._core.call(unpin).result()
-
-    def __enter__(self) -> Pin:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.unpin()
-
-
 class KVSegments:
     """The segments of one engine's tree: look, release, pin. All methods are thread-safe.
 
     Each waits for the step that runs now, but for `post_release`, `receipts` and `serial`.
     """
 
-    def __init__(self, core: EngineCore, log: ReceiptLog) -> None:
-        self._core = core
+    def __init__(self, core: EngineCore, log: ReceiptLog, files: ThreadFiles) -> None:
+        self._core, self._files = core, files
+        self._template: Template | None = None
         self._receipts: deque[ReleaseReceipt | ActReceipt] = deque(maxlen=N_RECEIPTS)
         self._observers: list[Observer] = []
         core.tree.on_release = self._note
@@ -81,7 +62,7 @@ class KVSegments:
             if thread_id is not None:
                 tips = [p.tip for p in tree.paths.values() if p.label.thread_id == thread_id]
                 chosen = {s for tip in tips for s in tip.path()}
-            return [_info(segment) for segment in tree.segments() if segment in chosen]
+            return [info_of(segment) for segment in tree.segments() if segment in chosen]
 
         return self._core.call(look).result()
 
@@ -124,11 +105,11 @@ class KVSegments:
         Exact: if the prefix comes back it is recomputed. Idempotent; an unknown path is a no-op
         whose receipt has `is_known=False`. Paths in use are freed when their last reader leaves.
         """
-        return self.post_release(_named(path, thread_id), reason=reason, name=path).result()
+        return self.post_release(named(path, thread_id), reason=reason, name=path).result()
 
     def predict_release(self, path: str, *, thread_id: str | None = None) -> ReleaseReceipt:
         """The receipt that `release(path)` would give now; changes nothing."""
-        selector = _named(path, thread_id)
+        selector = named(path, thread_id)
         tree = self._core.tree
         return self._core.call(lambda: tree.predict_release(selector, name=path)).result()
 
@@ -145,7 +126,7 @@ class KVSegments:
 
     def pin(self, path: str, *, thread_id: str | None = None) -> Pin:
         """Keep the paths named `path` resident, against releases and the budget alike."""
-        selector = _named(path, thread_id)
+        selector = named(path, thread_id)
         tree = self._core.tree
         pins = self._core.call(lambda: [tree.pin(p) for p in tree.select(selector)]).result()
         return Pin(self._core, pins)
@@ -175,7 +156,7 @@ class KVSegments:
             BudgetExceeded: There is no room for what would come back.
         """
         manager, tree = self._manager(), self._core.tree
-        selector = _named(path, thread_id)
+        selector = named(path, thread_id)
 
         def recall() -> list[ActReceipt]:
             return manager.recall([p.tip for p in tree.select(selector)], reason)
@@ -190,6 +171,35 @@ class KVSegments:
             BudgetExceeded: The budget cannot be kept.
         """
         return tuple(self._core.call(self._manager().manage).result())
+
+    def for_template(self, template: Template) -> KVSegments:
+        """The same, for a chat model with a chat template of its own: saved threads name it."""
+        other = copy.copy(self)
+        other._template = template
+        return other
+
+    def save(self, thread_id: str, folder: str | Path) -> SaveReceipt:
+        """Write what a thread's paths hold to one file of a folder; exact. See `ThreadFiles`.
+
+        Raises:
+            OSError: The file could not be written; an older one stays.
+            CacheError: The model was changed since the engine began, or its weights are offloaded.
+        """
+        return self._files.save(thread_id, folder, template=self._template)
+
+    def load(self, source: str | Path, thread_id: str | None = None) -> LoadReceipt:
+        """Take in what `save` wrote, from its folder or the file, as the budget has room; exact.
+
+        Raises:
+            SavedThreadError: The file is absent, damaged, or another thread's or model's.
+            BudgetExceeded: There is room for nothing of it. Either way nothing was changed.
+        """
+        return self._files.load(source, thread_id, template=self._template)
+
+    @staticmethod
+    def saved_file(folder: str | Path, thread_id: str) -> Path:
+        """Where `save` puts a thread: a name made of a digest, whatever its id holds."""
+        return saved_file(folder, thread_id)
 
     @property
     def serial(self) -> int:
@@ -264,32 +274,3 @@ class KVSegments:
             except BaseException:
                 # It is told of what has happened; it has no say in it, and cannot end this thread.
                 logger.exception("an observer of releases failed")
-
-
-def _named(path: object, thread_id: str | None) -> PathSelector:
-    if not isinstance(path, str):
-        msg = (
-            f"a path is named by a string (a branch, a task, a namespace or a message's id), found "
-            f"{type(path).__name__}; for a message, give message.id"
-        )
-        raise ConfigError(msg)
-    return PathSelector(path_id=path, thread_id=thread_id)
-
-
-def _info(segment: Segment) -> SegmentInfo:
-    parent = segment.parent
-    stack, n_readers = [segment], 0
-    while stack:
-        at = stack.pop()
-        n_readers += at.n_pins + sum(1 for p in at.paths if p.is_running)
-        stack.extend(at.children)
-    return SegmentInfo(
-        segment_id=segment.segment_id,
-        parent_id=parent.segment_id if parent is not None and parent.parent is not None else None,
-        scope=segment.scope,
-        start=segment.start,
-        n_tokens=segment.n_tokens,
-        n_bytes=segment.n_bytes,
-        n_readers=n_readers,
-        labels=tuple(p.label for p in sorted(segment.paths, key=lambda p: p.serial)),
-    )

@@ -42,8 +42,10 @@ def check_integrity(tree: SegmentTree) -> None:
     ]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     storages.pop(0, None)  # those without a byte
-    _require(sum(storages.values()) == tree.n_bytes, "bytes do not add up")
-    _require(sum(s.n_resident for s in seen) == tree.n_tokens, "tokens do not add up")
+    n_bytes = sum(storages.values()) + tree.n_promised_bytes
+    _require(n_bytes == tree.n_bytes, "bytes do not add up")
+    n_tokens = sum(s.n_resident for s in seen) + tree.n_promised_tokens
+    _require(n_tokens == tree.n_tokens, "tokens do not add up")
 
 
 def _check_segment(segment: Segment) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from sidequest_langchain.labels import StepLabel
@@ -73,3 +74,54 @@ class ReleaseReceipt:
     def to_json(self) -> dict[str, Any]:
         """The receipt as JSON-ready values."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReceipt:
+    """What saving one thread did. Exact: the rows are as they were, packed ones packed."""
+
+    thread_id: str
+    file: Path | None
+    """Where it is; `None` if nothing of the thread was resident: then nothing was written, and an
+    older file stays."""
+    n_segments: int
+    n_paths: int
+    n_tokens: int
+    """Tokens of the segments; those that paths share count once."""
+    n_replies: int
+    """Replies whose generated ids were saved, so that they are encoded the same again."""
+    n_bytes: int
+    """Bytes of the file."""
+    n_held_bytes: int
+    """The most that was kept only to be written: rows that the cache let go of meanwhile."""
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The receipt as JSON-ready values."""
+        return {**asdict(self), "file": None if self.file is None else str(self.file)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReceipt:
+    """What loading one thread did. Exact: what is left out is computed when it is wanted."""
+
+    thread_id: str
+    file: Path
+    n_segments: int
+    """Segments whose rows came from the file."""
+    n_paths: int
+    n_tokens: int
+    """Tokens whose rows came from the file."""
+    n_shared_tokens: int
+    """Tokens of the file that were resident already."""
+    n_left_out_tokens: int
+    """Tokens of the file for which the budget had no room, or whose archived copies no tier of
+    this process could take."""
+    n_replies: int
+    n_bytes: int
+    """By which the cache grew."""
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The receipt as JSON-ready values."""
+        return {**asdict(self), "file": str(self.file)}

@@ -130,11 +130,11 @@ class SealedFile:
             self.refuse(f"it claims a header of {n_header} bytes")
         header = bytearray(n_header)
         self._fill(memoryview(header))
-        self.n_payload = facts.st_size - len(start) - n_header
-        """Bytes after the header."""
+        self.n_payload = self.n_left = facts.st_size - len(start) - n_header
+        """Bytes after the header; and those of them that were not read yet."""
         self.table, self.about = self._parsed(bytes(header))
-        self._checksum = checksum or self.about.get("sha256", "")
-        if not isinstance(self._checksum, str) or not _SUM.fullmatch(self._checksum):
+        self._checksum = str(self.about.get("sha256")) if checksum is None else checksum
+        if not _SUM.fullmatch(self._checksum):
             self.refuse("it has no checksum")
         blank = bytes(header).replace(self._checksum.encode(), NO_SUM.encode(), 1)
         self._digest = hashlib.sha256(start + blank)
@@ -191,6 +191,7 @@ class SealedFile:
         for block in blocks_of(tensor):
             self._fill(block)
             self._digest.update(block)
+            self.n_left -= len(block)
 
     def skip(self, n_bytes: int) -> None:
         """Pass over the bytes that come next; they count for the checksum.

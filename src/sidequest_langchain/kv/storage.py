@@ -71,12 +71,14 @@ class Storage:
         values = [torch.cat(layer, 1) for layer in zip(*(v for _, v in parts), strict=True)]
         return cls(keys, values, sum(last - first for first, last in places))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All that is stored, by name; for `from_tensors`."""
+    def tensors(self, first: int = 0, last: int | None = None) -> dict[str, Tensor]:
+        """Rows `first..last`, by default all, by name, as views; for `from_tensors`."""
+        n = (self.capacity if last is None else last) - first
         if self._whole is not None:
-            return {"rows": self._whole}
-        keys = {f"key.{layer}": t for layer, t in enumerate(self._keys)}
-        return keys | {f"value.{layer}": t for layer, t in enumerate(self._values)}
+            return {"rows": self._whole.narrow(2, first, n)}
+        keys = {f"key.{layer}": t.narrow(1, first, n) for layer, t in enumerate(self._keys)}
+        values = {f"value.{layer}": t.narrow(1, first, n) for layer, t in enumerate(self._values)}
+        return keys | values
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], layout: KVLayout) -> Storage:

@@ -1,7 +1,8 @@
 """The tree of segments: the life of a path, from `begin` to `commit` or `discard`.
 
 Finding and cutting are in `radix`, acts on rows in `acts`, `packing` and `keeping`, equal rows in
-`sharing`, segments in a row in `fusing`, letting go in `releasing`, cleared tokens in `clearing`.
+`sharing`, segments in a row in `fusing`, letting go in `releasing`, cleared tokens in `clearing`,
+segments from a file in `grafting`.
 
 One radix tree by token ids for each scope. It must not know a model, a graph or a thread:
 one owner calls it, from one thread at a time.
@@ -13,12 +14,13 @@ from collections.abc import Sequence
 
 from sidequest_langchain.kv.allocator import return_to_system
 from sidequest_langchain.kv.clearing import ClearingTree
+from sidequest_langchain.kv.grafting import GraftingTree
 from sidequest_langchain.kv.layout import KVLayout
 from sidequest_langchain.kv.segment import Path
 from sidequest_langchain.labels import StepLabel
 
 
-class SegmentTree(ClearingTree):
+class SegmentTree(ClearingTree, GraftingTree):
     """Every resident segment and every labelled path, with the bytes they hold."""
 
     def __init__(self, layout: KVLayout) -> None:
