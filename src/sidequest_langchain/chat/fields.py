@@ -74,6 +74,10 @@ class ModelFields(Entries):
     exact: bool = False
     """Whether a managed cache leaves what its calls read as it is: nothing of it is evicted or
     packed, and nothing is reused that was. A single call can say so, too."""
+    on_edit: Literal["recompute", "reuse"] = "recompute"
+    """What becomes of results of tools that were cleared from a conversation: what follows them is
+    computed again, exactly; or their rows leave the cache and what follows stays (`"reuse"`,
+    lossy). A single call can say so, too."""
     engines: EngineCell = Field(default_factory=EngineCell, exclude=True, repr=False)
     """Shared by copies of this model."""
 
@@ -91,7 +95,7 @@ class ModelFields(Entries):
     @property
     def _sampling_fields(self) -> dict[str, Any]:
         names = ("model", "temperature", "top_p", "top_k", "seed", "max_tokens", "n", "stop")
-        others = ("logprobs", "top_logprobs", "exact")
+        others = ("logprobs", "top_logprobs", "exact", "on_edit")
         return {name: getattr(self, name) for name in (*names, *others)}
 
     @property

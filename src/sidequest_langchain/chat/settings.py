@@ -23,6 +23,7 @@ _KINDS: dict[str, tuple[type, str, bool]] = {
     "top_p": (Real, "a number", False),
     "n": (Integral, "a whole number", False),
     "exact": (bool, "True or False", False),
+    "on_edit": (str, "'recompute' or 'reuse'", False),
     "logprobs": (bool, "True or False", False),
     "max_tokens": (Integral, "a whole number", True),
     "top_k": (Integral, "a whole number", True),
@@ -70,6 +71,8 @@ class CallSettings:
     """Of the first sample."""
     n: int
     exact: bool
+    is_reusing_edits: bool
+    """Whether results of tools that were cleared leave the cache alone, and not the prompt."""
     tools: tuple[Described, ...]
     choosing: Choosing
     """Whether tools may, must or may not be called."""
@@ -78,6 +81,11 @@ class CallSettings:
     form: AnswerForm | None
     """What the text must be, where no tool is called."""
     constraint: Constraint | Callable[[], Constraint] | None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the answer is held to a grammar."""
+        return self.form is not None or self.choosing.mode == "required"
 
     def sampling_of(self, sample: int) -> SamplingParams:
         """Settings of sample number `sample`: each has a seed of its own, the first the given."""
@@ -130,6 +138,7 @@ def settings_for(
         sampling=_sampling(values, [*as_stops(defaults["stop"]), *as_stops(stop)]),
         n=values["n"],
         exact=values["exact"],
+        is_reusing_edits=_is_reusing(values) and not values["exact"],
         tools=tools,
         choosing=choosing,
         parallel_tool_calls=values.get("parallel_tool_calls"),
@@ -208,6 +217,13 @@ def _checked(name: str, value: Any, kind: type, kind_name: str) -> Any:
         return value
     msg = f"{name} must be {kind_name}, found {value!r}"
     raise RequestError(msg)
+
+
+def _is_reusing(values: Mapping[str, Any]) -> bool:
+    if values["on_edit"] not in ("recompute", "reuse"):
+        msg = f"on_edit must be 'recompute' or 'reuse', found {values['on_edit']!r}"
+        raise RequestError(msg)
+    return bool(values["on_edit"] == "reuse")
 
 
 def _sampling(values: Mapping[str, Any], stops: Sequence[str]) -> SamplingParams:

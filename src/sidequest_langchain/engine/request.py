@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from sidequest_langchain.engine.constraint import Constraint
 from sidequest_langchain.errors import RequestError
@@ -134,6 +134,18 @@ class ClearingReport:
     why: str = ""
     """Why `instead` was served."""
 
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON-ready values, for an answer's metadata."""
+        if not self.is_reused:
+            return {"on_edit": "recompute", "why": self.why}
+        return {
+            "on_edit": "reuse",
+            "cleared": list(self.cleared),
+            "kept": dict(self.kept),
+            "evicted_rows": self.n_rows,
+            "freed_bytes": self.freed_bytes,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
@@ -163,6 +175,8 @@ class GenerationRequest:
     """Whether this call does not agree to lossy acts on what it reads."""
     clearing: Clearing | None = None
     """What of the prompt shall leave the cache."""
+    why_not_cleared: str = ""
+    """Why results were replaced in the text, though clearing them in the cache was asked for."""
 
     def __post_init__(self) -> None:
         n = len(self.prompt_ids)

@@ -47,7 +47,8 @@ class Sequence:
     ) -> None:
         self.prepare: Callable[[Sequence], None] = lambda sequence: None
         """Called in the engine's thread before it begins; may have it serve another prompt."""
-        self.clearing: ClearingReport | None = None
+        why = request.why_not_cleared
+        self.clearing = ClearingReport(is_reused=False, why=why) if why else None
         self.is_cancelled = False
         self.is_over = False
         self.is_released = False
