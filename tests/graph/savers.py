@@ -1,14 +1,20 @@
-"""Checkpoint savers to wrap: one that can do everything, and one that is asynchronous by name."""
+"""Checkpoint savers to wrap, a conversation to wrap them for, and what it leaves behind."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from langchain_core.messages import AnyMessage, HumanMessage
+from langchain_core.runnables import RunnableLambda
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, StateGraph
+from langgraph.graph.message import add_messages
+from typing_extensions import TypedDict
 
 from sidequest_langchain.config import CacheConfig
+from sidequest_langchain.graph import attach
 from sidequest_langchain.kv.receipts import SegmentInfo
 from tests.graph.fakes import BYTES, FakeCell, FakeKV, FakeModel
 
@@ -119,3 +125,58 @@ class FullAsynced(Asynced):
 
     async def aprune(self, thread_ids: Any, *, strategy: str = "keep_latest") -> None:
         self.saver.prune(thread_ids, strategy=strategy)
+
+
+class Talk(TypedDict):
+    messages: Annotated[list[AnyMessage], add_messages]
+
+
+def talk(model: Any, saver: Any, **compiled: Any) -> Any:
+    """One node that answers what was said so far; its graph is attached."""
+    builder = StateGraph(Talk)
+
+    def answer(state: Talk) -> dict[str, Any]:
+        return {"messages": [model.invoke(state["messages"])]}
+
+    async def aanswer(state: Talk) -> dict[str, Any]:
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    builder.add_node("say", RunnableLambda(answer, aanswer))
+    builder.add_edge(START, "say")
+    return attach(builder.compile(checkpointer=saver, **compiled), model, strict=True)
+
+
+def say(app: Any, text: str, config: Any, **how: Any) -> list[AnyMessage]:
+    messages: list[AnyMessage] = app.invoke({"messages": [HumanMessage(text)]}, config, **how)[
+        "messages"
+    ]
+    return messages
+
+
+async def asay(app: Any, text: str, config: Any, **how: Any) -> list[AnyMessage]:
+    out = await app.ainvoke({"messages": [HumanMessage(text)]}, config, **how)
+    messages: list[AnyMessage] = out["messages"]
+    return messages
+
+
+def check_reply(model: Any, messages: list[AnyMessage]) -> None:
+    """The last message is what plain transformers answers to the ones before."""
+    assert model.answered(messages[-1]) == model.expected(messages[:-1])
+
+
+def fed(model: Any, messages: list[AnyMessage]) -> tuple[int, ...]:
+    """The tokens of which the call that answered with the last message leaves rows."""
+    answer = model.answered(messages[-1])
+    # The last token of an answer that was cut off is never fed.
+    return (*model.prompt_ids(messages[:-1]), *answer[: model.max_tokens - 1])
+
+
+def n_rows(*paths: tuple[int, ...]) -> int:
+    """Rows of a tree that holds these paths: one for each distinct head of them."""
+    return len({path[:n] for path in paths for n in range(1, len(path) + 1)})
+
+
+def read(message: Any) -> int:
+    """Tokens that a reply's call found in the cache."""
+    found: int = message.usage_metadata["input_token_details"]["cache_read"]
+    return found
