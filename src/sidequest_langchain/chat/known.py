@@ -11,7 +11,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sidequest_langchain.chat.dialect import Dialect
 from sidequest_langchain.chat.marks import Span
@@ -65,15 +65,18 @@ class ReplyFinder:
         self._find_reply = find_reply
         self._dialect = dialect
         self._heads: dict[str, tuple[Reply, str]] = {}
-        self._places: OrderedDict[str, _Place] = OrderedDict()
+        self._places: OrderedDict[str, tuple[_Place, ...]] = OrderedDict()
         self._lock = threading.Lock()
 
     def remember(self, call_id: str, prompt: str, opening: str) -> None:
-        """Note what was rendered for a call that is about to be made."""
+        """Note what was rendered for a call that is about to be made.
+
+        Where a call has two renderings (one with results of tools that are cleared), both count.
+        """
         before = prompt.removesuffix(opening)
         place = _Place(len(prompt), _digest(prompt), len(before), _digest(before))
         with self._lock:
-            self._places[call_id] = place
+            self._places[call_id] = (*self._places.get(call_id, ()), place)
             while len(self._places) > _MOST:
                 self._places.popitem(last=False)
 
@@ -124,24 +127,16 @@ class ReplyFinder:
         """A reply that is rendered right behind its own prompt; `None` if nothing can be told."""
         turn, piece, reply = found
         call_id, text = str(piece.call_id), rendering.text
-        place = self._places.get(call_id)
-        if place is None:
-            return None
-        is_here = text.startswith(reply.text, place.n_chars)
-        if is_here and _digest(text[: place.n_chars]) == place.digest:
-            span = Span(place.n_chars, place.n_chars + len(reply.text))
-            known = self._of_text(found, span)
-            return Known(
-                turn=turn,
-                call_id=call_id,
-                reply=reply,
-                span=span,
-                head=known.head,
-                is_in_place=True,
-            )
-        is_same = self._dialect().is_reading_of(reply.text, turn)
-        if is_same and _digest(text[: place.n_before]) == place.digest_before:
-            return self._of_text(found, None)
+        places = self._places.get(call_id, ())
+        for place in places:
+            is_here = text.startswith(reply.text, place.n_chars)
+            if is_here and _digest(text[: place.n_chars]) == place.digest:
+                span = Span(place.n_chars, place.n_chars + len(reply.text))
+                return replace(self._of_text(found, span), is_in_place=True)
+        if places and self._dialect().is_reading_of(reply.text, turn):
+            for place in places:
+                if _digest(text[: place.n_before]) == place.digest_before:
+                    return self._of_text(found, None)
         return None
 
     def _head_of(self, call_id: str, reply: Reply) -> str:

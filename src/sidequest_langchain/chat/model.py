@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from sidequest_langchain.chat.counting import CountingModel
 from sidequest_langchain.chat.engines import EngineCell
-from sidequest_langchain.chat.output import PROVIDER, chat_result, chunks_of
+from sidequest_langchain.chat.output import PROVIDER, ChunkMaker, chat_result
 from sidequest_langchain.chat.running import arun_all, run_all
 from sidequest_langchain.chat.settings import as_stops, settings_for
 from sidequest_langchain.chat.structured import Method, structured
@@ -172,7 +172,7 @@ class SideQuestChatModel(CountingModel):
     ) -> ChatResult:
         call = self._prepare(messages, stop, run_manager, kwargs)
         results = run_all(call.engine, call.requests)
-        return chat_result(call.requests, results, self.model, call.managed)
+        return chat_result(call, results, self.model)
 
     async def _agenerate(
         self,
@@ -183,7 +183,7 @@ class SideQuestChatModel(CountingModel):
     ) -> ChatResult:
         call = await self._aprepare(messages, stop, run_manager, kwargs)
         results = await arun_all(call.engine, call.requests)
-        return chat_result(call.requests, results, self.model, call.managed)
+        return chat_result(call, results, self.model)
 
     def _stream(
         self,
@@ -194,9 +194,10 @@ class SideQuestChatModel(CountingModel):
     ) -> Iterator[ChatGenerationChunk]:
         call = self._prepare(messages, stop, run_manager, kwargs)
         request = _only(call.requests)
+        maker = ChunkMaker(call, request, self.model)
         with closing(call.engine.stream(request)) as events:
             for event in events:
-                for chunk in chunks_of(event, request, self.model, call.managed):
+                for chunk in maker.chunks_of(event):
                     if run_manager is not None:
                         run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
@@ -210,9 +211,10 @@ class SideQuestChatModel(CountingModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         call = await self._aprepare(messages, stop, run_manager, kwargs)
         request = _only(call.requests)
+        maker = ChunkMaker(call, request, self.model)
         async with aclosing(call.engine.astream(request)) as events:
             async for event in events:
-                for chunk in chunks_of(event, request, self.model, call.managed):
+                for chunk in maker.chunks_of(event):
                     if run_manager is not None:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk

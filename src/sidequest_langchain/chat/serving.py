@@ -10,20 +10,18 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import BaseMessage
 
+from sidequest_langchain.chat.call import Call
 from sidequest_langchain.chat.clearing import (
     FedResults,
     Reusing,
     n_most_prompt_tokens,
     replies_after_cleared,
 )
-from sidequest_langchain.chat.answer import Answer
-from sidequest_langchain.chat.dialect import Plan
 from sidequest_langchain.chat.fields import ModelFields
 from sidequest_langchain.chat.managed import ManagedActs
 from sidequest_langchain.chat.prompt import Prompt, PromptAssembler
@@ -39,22 +37,6 @@ _QUICK_CHARS, _QUICK_MESSAGES = 12_000, 60
 """Prompts up to this size are made on the event loop: that takes a few milliseconds."""
 _loader = ThreadPoolExecutor(1, thread_name_prefix="sidequest-load")
 """Loads for async callers; a crowd of them must not fill the event loop's own threads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call, ready to run: a request for each sample."""
-
-    engine: Engine
-    requests: tuple[GenerationRequest, ...]
-    managed: ManagedActs
-    """What the managed cache does from now on."""
-    plan: Plan
-    """How the answers are read."""
-
-    def answer_to(self, request: GenerationRequest) -> Answer:
-        """The answer to one of the requests, to be read."""
-        return Answer(self.plan, request.label.call_id)
 
 
 class ServedModel(ModelFields):
@@ -135,6 +117,7 @@ class ServedModel(ModelFields):
             with_kinds=config.is_managed,
             marked=config.protection.protect_text,
         )
+        plan = assembler.dialect.plan(settings, prompt.opened)
         scope = scope_of(config.isolation, run_manager)
         reusing = self._reusing(messages, settings, scope, prompt)
         requests = [
@@ -149,14 +132,20 @@ class ServedModel(ModelFields):
                 superseded=(*prompt.superseded, *replies_after_cleared(messages)),
                 kinds=prompt.kinds,
                 spans=prompt.tool_results,
+                shown=plan.shown,
                 exact=settings.exact,
             )
             for sample in range(settings.n)
         ]
         if reusing is not None:
             requests = [reusing.request(request) for request in requests]
-        engine = self.engine
-        return Call(engine=engine, requests=tuple(requests), managed=ManagedActs(engine.kv))
+        for request in requests:
+            assembler.remember(request.label.call_id, prompt)
+            if reusing is not None and reusing.prompt is not None:
+                assembler.remember(request.label.call_id, reusing.prompt)
+        return Call(
+            engine=engine, requests=tuple(requests), managed=ManagedActs(engine.kv), plan=plan
+        )
 
     def _reusing(
         self, messages: list[BaseMessage], settings: CallSettings, scope: str, prompt: Prompt
