@@ -51,6 +51,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "packaging": {"models"},
     "platformdirs": {"models"},
     "jinja2": {"engine"},
+    "langchain": {"graph"},
     "langchain_core": ABOVE_ENGINE,
     "pydantic": ABOVE_ENGINE,
     "typing_extensions": {"chat", "graph"},

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         prune,
         session,
     )
+    from sidequest_langchain.graph.middleware import SideQuestMiddleware
 
 _HOMES = {
     "CacheConfig": "config",
@@ -36,6 +37,7 @@ _HOMES = {
     "Schedule": "config",
     "SideQuestCallbackHandler": "graph",
     "SideQuestChatModel": "chat.model",
+    "SideQuestMiddleware": "graph.middleware",
     "SideQuestSaver": "graph",
     "Tiers": "config",
     "abacktrack": "graph",
@@ -57,6 +59,7 @@ __all__ = [
     "Schedule",
     "SideQuestCallbackHandler",
     "SideQuestChatModel",
+    "SideQuestMiddleware",
     "SideQuestSaver",
     "Tiers",
     "__version__",

@@ -27,7 +27,7 @@ from sidequest_langchain.chat.managed import ManagedActs
 from sidequest_langchain.chat.prompt import Prompt, PromptAssembler
 from sidequest_langchain.chat.settings import CallSettings, settings_for
 from sidequest_langchain.chat.step import HasMetadata, current_label, scope_of
-from sidequest_langchain.chat.tools import described
+from sidequest_langchain.chat.tools import Described, described
 from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.registry import engine_for
 from sidequest_langchain.engine.request import GenerationRequest
@@ -111,15 +111,16 @@ class ServedModel(ModelFields):
     ) -> Call:
         settings = settings_for(self._sampling_fields, stop, given)
         config, engine, assembler = self.cache_config, self.engine, self._assembler
+        tools = settings.tools if settings.choosing.mode != "none" else ()
         prompt = assembler.assemble(
             messages,
-            settings.tools if settings.choosing.mode != "none" else (),
+            tools,
             with_kinds=config.is_managed,
             marked=config.protection.protect_text,
         )
         plan = assembler.dialect.plan(settings, prompt.opened)
         scope = scope_of(config.isolation, run_manager)
-        reusing = self._reusing(messages, settings, scope, prompt)
+        reusing = self._reusing(messages, settings, tools, scope, prompt)
         requests = [
             GenerationRequest(
                 prompt_ids=prompt.ids,
@@ -137,18 +138,21 @@ class ServedModel(ModelFields):
             )
             for sample in range(settings.n)
         ]
-        if reusing is not None:
-            requests = [reusing.request(request) for request in requests]
         for request in requests:
             assembler.remember(request.label.call_id, prompt)
-            if reusing is not None and reusing.prompt is not None:
-                assembler.remember(request.label.call_id, reusing.prompt)
+        if reusing is not None:
+            requests = [self._cleared(request, reusing, prompt) for request in requests]
         return Call(
             engine=engine, requests=tuple(requests), managed=ManagedActs(engine.kv), plan=plan
         )
 
     def _reusing(
-        self, messages: list[BaseMessage], settings: CallSettings, scope: str, prompt: Prompt
+        self,
+        messages: list[BaseMessage],
+        settings: CallSettings,
+        tools: Sequence[Described],
+        scope: str,
+        prompt: Prompt,
     ) -> Reusing | None:
         """The prompt that keeps the texts of cleared results, if the call asks for it."""
         if not settings.is_reusing_edits:
@@ -161,7 +165,7 @@ class ServedModel(ModelFields):
             messages,
             lambda whole: self._assembler.assemble(
                 whole,
-                settings.tools,
+                tools,
                 with_kinds=True,
                 marked=self.cache_config.protection.protect_text,
             ),
@@ -169,6 +173,15 @@ class ServedModel(ModelFields):
                 engine.context_length, settings.sampling.max_tokens, len(prompt.ids)
             ),
         )
+
+    def _cleared(
+        self, request: GenerationRequest, reusing: Reusing, replaced: Prompt
+    ) -> GenerationRequest:
+        """The request that clears in the cache; which prompt is fed, the engine decides."""
+        assembler, call_id = self._assembler, request.label.call_id
+        if reusing.prompt is not None:
+            assembler.remember(call_id, reusing.prompt)
+        return reusing.request(request, on_instead=lambda: assembler.remember(call_id, replaced))
 
     async def _aprepare(
         self,
