@@ -194,14 +194,14 @@ class _Writer:
         return f"({_repeated(one, json.dumps(part.separator) if part.separator else '', part)})"
 
     def _free(self, part: FreeText) -> str:
-        """Any text without those that it must stop before; special tokens are no text."""
+        """Any text without those that it must stop before; a special token is never in it."""
         if "" in part.before:
             msg = "free text cannot end before an empty text; leave it out of `before`"
             raise GrammarError(msg)
-        ends = [json.dumps(text) for text in part.before if text not in self._special]
-        if not ends:
+        if not part.before:
             return _ANY
-        holding = self._named(f"{_ANY} ({' | '.join(ends)}) {_ANY}", "HOLDING")
+        ends = " | ".join(map(json.dumps, part.before))
+        holding = self._named(f"{_ANY} ({ends}) {_ANY}", "HOLDING")
         return self._named(f"{_ANY} & ~{holding}", "FREE")
 
     def _named(self, body: str, kind: str) -> str:

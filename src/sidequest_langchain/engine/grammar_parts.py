@@ -17,8 +17,9 @@ from sidequest_langchain.errors import GrammarError
 class Text:
     """Exactly this text.
 
-    Where it spells a special token of the model, that token is meant; where it spells an added
-    one that shows in texts, that token or the tokens that spell it.
+    Where it spells a special token of the model, that token is meant. Where it spells an added
+    one that shows in texts, it may be that token or those that spell it; but text that leaves no
+    choice is always in the tokens that the tokenizer makes of it.
     """
 
     text: str
