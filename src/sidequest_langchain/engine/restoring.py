@@ -21,7 +21,6 @@ from sidequest_langchain.engine.replies import Reply
 from sidequest_langchain.engine.room import Room
 from sidequest_langchain.engine.tokenizer import Template
 from sidequest_langchain.errors import BudgetExceeded
-from sidequest_langchain.kv.allocator import return_to_system
 from sidequest_langchain.kv.archive import Ticket
 from sidequest_langchain.kv.grafting import Grafted, Planted
 from sidequest_langchain.kv.loaded_thread import LoadedSegment, LoadedThread, loaded_thread
@@ -102,11 +101,12 @@ class ThreadLoader:
                 core.replies.add(message_id, reply)
         n_shared = sum(len(thread.segments[n].ids) for n in plan.resident if n in done.ends)
         n_all = sum(len(s.ids) for s in thread.segments)
-        n_new = sum(len(s.ids) for n, s in enumerate(thread.segments) if n in plan.storages)
+        new = [thread.segments[n] for n in plan.storages if n in done.ends]
+        n_new = sum(len(segment.ids) for segment in new)
         return LoadReceipt(
             thread_id=str(file.facts.get("thread")),
             file=path,
-            n_segments=len(plan.storages),
+            n_segments=len(new),
             n_paths=done.n_paths,
             n_tokens=n_new,
             n_shared_tokens=n_shared,
@@ -275,7 +275,6 @@ class ThreadLoader:
         for number, end in done.ends.items():
             if manager is not None and thread.segments[number].is_idle and end.archived:
                 manager.monitor.notes_of(end).is_archived_idle = True
-        return_to_system(0)
         return done
 
 

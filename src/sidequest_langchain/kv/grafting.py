@@ -89,18 +89,21 @@ class GraftingTree(ReleasingTree):
         ends: dict[int, Segment] = {}
         made: list[Segment] = []
         known = {path.label: path for path in self.paths.values()}
-        n_paths = 0
+        n_paths = n_done = 0
         try:
-            for number, one in enumerate(segments):
-                end = self._end_of(one, ends, segments, made)
+            while n_done < len(segments):
+                n_done += 1
+                end = self._end_of(segments[n_done - 1], ends, segments, made)
                 if end is not None:
-                    ends[number] = end
+                    ends[n_done - 1] = end
             for label, tip in paths:
                 while tip != -1 and tip not in ends:
                     tip = segments[tip].parent
                 if tip != -1 and ends[tip].parent is not None:
                     n_paths += self._set_path(label, ends[tip], known.get(label), next_serial)
         finally:
+            for one in segments[n_done:]:  # something failed
+                self._drop_copies(() if one.residency is None else one.residency.archived)
             for segment in reversed(made):
                 if segment.parent is not None and segment in segment.parent.children:
                     self._free_unneeded(segment, [])

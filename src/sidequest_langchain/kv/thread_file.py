@@ -158,7 +158,7 @@ class ThreadFile:
         try:
             self.facts: dict[str, Any] = json.loads(raw.numpy().tobytes())
             tensors = [
-                (kind, Shape(name, DTYPES[dtype], tuple(map(int, sizes))))
+                (kind, Shape(name, DTYPES[dtype], tuple(map(_size, sizes))))
                 for kind, name, dtype, sizes in self.facts["tensors"]
             ]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -172,8 +172,7 @@ class ThreadFile:
                 (key, list(group)) for key, group in groupby(tensors, lambda t: (t[0], t[1].dtype))
             )
         ]
-        is_odd = any(size < 0 for _, shape in tensors for size in shape.sizes)
-        if is_odd or found != groups[1:] or len({s.name for _, s in tensors}) != len(tensors):
+        if found != groups[1:] or len({s.name for _, s in tensors}) != len(tensors):
             self._file.refuse("its index describes other tensors than it has")
         self.small = dict(self._read(small, lambda shape: True))
         """Tensors that were wanted first."""
@@ -247,6 +246,13 @@ class ThreadFile:
                 else:
                     self._file.skip(shape.n_bytes)
             self._file.skip(-n_bytes % ALIGNED)
+
+
+def _size(size: object) -> int:
+    if type(size) is not int or size < 0:
+        msg = f"a tensor has no size {size!r}"
+        raise ValueError(msg)
+    return size
 
 
 def _n_filled(dtype: torch.dtype, items: Sequence[Item]) -> int:
