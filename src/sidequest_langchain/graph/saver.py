@@ -26,6 +26,7 @@ from sidequest_langchain.graph.lineage import Key, Lineage
 from sidequest_langchain.graph.saver_files import ThreadFiles
 from sidequest_langchain.graph.saver_forwarding import ForwardingSaver
 from sidequest_langchain.graph.saver_kv import CheckpointKV, ThreadKV
+from sidequest_langchain.kv.receipts import LoadReceipt, SaveReceipt
 
 DELETED, PRUNED = "thread deleted", "checkpoint deleted"
 
@@ -100,36 +101,31 @@ class SideQuestSaver(ForwardingSaver):
 
     # -- files -------------------------------------------------------------------------------
 
-    def save_thread(self, thread_id: str) -> Any:
+    def save_thread(self, thread_id: str) -> SaveReceipt:
         """Save the KV of a thread now; it replaces the thread's file.
-
-        Returns:
-            The receipt of `model.kv.save`.
 
         Raises:
             ConfigError: This saver has no folder.
-            ArchiveError: It cannot be written.
+            OSError: It cannot be written; an older file stays.
+            CacheError: The model was changed since it was loaded.
         """
         return self._saving.save(str(thread_id)).result()
 
-    async def asave_thread(self, thread_id: str) -> Any:
+    async def asave_thread(self, thread_id: str) -> SaveReceipt:
         """As `save_thread`."""
         return await asyncio.wrap_future(self._saving.save(str(thread_id)))
 
-    def load_thread(self, thread_id: str) -> Any:
+    def load_thread(self, thread_id: str) -> LoadReceipt:
         """Load what was saved of a thread; what is resident already is shared.
-
-        Returns:
-            The receipt of `model.kv.load`.
 
         Raises:
             ConfigError: This saver has no folder.
-            ArchiveError: There is no file; it is damaged, or another model's.
-            BudgetExceeded: There is no room for it.
+            SavedThreadError: There is no file, or it is damaged or another model's.
+            BudgetExceeded: There is room for nothing of it.
         """
         return self._saving.load(str(thread_id)).result()
 
-    async def aload_thread(self, thread_id: str) -> Any:
+    async def aload_thread(self, thread_id: str) -> LoadReceipt:
         """As `load_thread`."""
         return await asyncio.wrap_future(self._saving.load(str(thread_id)))
 
@@ -261,7 +257,7 @@ class SideQuestSaver(ForwardingSaver):
     ) -> CheckpointKV:
         thread_id = _thread_of(config)
         key = _key_of(config if found is None else found.config)
-        is_saved = self._files is not None and self._files.file_of(thread_id).exists()
+        is_saved = self._files is not None and self._files.has(thread_id)
         return self._kv.held(thread_id, lineage, key, is_saved=is_saved)
 
     def _lineages(self, thread_ids: Iterable[Any]) -> dict[Any, Lineage]:

@@ -6,7 +6,6 @@ must not know a checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 from collections.abc import Callable
@@ -14,7 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sidequest_langchain.engine.saving import delete_saved, saved_file
 from sidequest_langchain.graph.lifecycle import Lifecycle
+from sidequest_langchain.kv.receipts import LoadReceipt, SaveReceipt
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,29 +68,28 @@ class ThreadFiles:
                 if thread_id not in self._unsaved:  # another run's end was quicker
                     continue
                 del self._unsaved[thread_id]
-            self._worker.submit(self._quietly, self._save, thread_id, "saved")
+            self._worker.submit(self._save_quietly, thread_id)
 
     def first_use(self, thread_id: str) -> Future[Any] | None:
         """Load a thread that this process has not used before; `None` if there is no file."""
         with self._lock:
             if thread_id in self._met:
                 return self._met[thread_id]
-            is_there = self.file_of(thread_id).exists()
             loading = None
-            if is_there:
+            if self.has(thread_id):
                 loading = self._worker.submit(self._quietly, self._load, thread_id, "loaded")
             _remember(self._met, thread_id, loading)
             return loading
 
     # -- to be waited for ------------------------------------------------------------------
 
-    def save(self, thread_id: str) -> Future[Any]:
+    def save(self, thread_id: str) -> Future[SaveReceipt]:
         """Save a thread now. The future raises what goes wrong."""
         with self._lock:
             self._unsaved.pop(thread_id, None)
         return self._worker.submit(self._save, thread_id)
 
-    def load(self, thread_id: str) -> Future[Any]:
+    def load(self, thread_id: str) -> Future[LoadReceipt]:
         """Load a thread now. The future raises what goes wrong."""
         return self._worker.submit(self._load, thread_id)
 
@@ -104,22 +104,30 @@ class ThreadFiles:
         """Done when all that was asked for until now is done."""
         return self._worker.submit(lambda: None)
 
-    def file_of(self, thread_id: str) -> Path:
-        """Where a thread is saved: a name made of a digest, whatever its id holds."""
-        return thread_file(self.folder, thread_id)
+    def has(self, thread_id: str) -> bool:
+        """Whether a thread has a file."""
+        return saved_file(self.folder, thread_id).exists()
 
     # -- in the worker's thread --------------------------------------------------------------
 
-    def _save(self, thread_id: str) -> Any:
-        return self._model.kv.save(thread_id, self.folder)
+    def _save(self, thread_id: str) -> SaveReceipt:
+        receipt: SaveReceipt = self._model.kv.save(thread_id, self.folder)
+        return receipt
 
-    def _load(self, thread_id: str) -> Any:
-        return self._model.kv.load(self.file_of(thread_id), thread_id)
+    def _load(self, thread_id: str) -> LoadReceipt:
+        receipt: LoadReceipt = self._model.kv.load(self.folder, thread_id)
+        return receipt
 
     def _remove(self, thread_id: str) -> None:
-        self.file_of(thread_id).unlink(missing_ok=True)
+        delete_saved(self.folder, thread_id)
 
-    def _quietly(self, act: Callable[[str], Any], thread_id: str, done: str) -> None:
+    def _save_quietly(self, thread_id: str) -> None:
+        if self._lifecycle.caches():  # else no model was called, and none is loaded for this
+            self._quietly(self._save, thread_id, "saved")
+
+    def _quietly(
+        self, act: Callable[[str], SaveReceipt | LoadReceipt], thread_id: str, done: str
+    ) -> None:
         """Do something that nobody waits for: a graph must not fail by it."""
         try:
             receipt = act(thread_id)
@@ -132,12 +140,13 @@ class ThreadFiles:
                 error,
             )
         else:
-            logger.info("%s the KV of thread %r: %s", done, thread_id, receipt)
-
-
-def thread_file(folder: Path, thread_id: str) -> Path:
-    """The file of a thread, in a folder."""
-    return folder / (hashlib.sha256(thread_id.encode()).hexdigest() + ".safetensors")
+            logger.info(
+                "%s the KV of thread %r: %d tokens, %d bytes",
+                done,
+                thread_id,
+                receipt.n_tokens,
+                receipt.n_bytes,
+            )
 
 
 def _remember(known: dict[str, T], thread_id: str, value: T) -> None:
