@@ -141,6 +141,8 @@ async def test_async_is_the_same():
     seen = [value async for value in PLAIN.atransform(pieces())]
     assert seen == list(PLAIN.transform(iter(chunks(TEXT, range(len(TEXT))))))
     assert len(seen) > 5
+    reader = AnswerParser(kind=Leg)
+    assert [value async for value in reader.atransform(pieces())] == [Leg(**VALUE)]
     assert await PLAIN.ainvoke(answer(TEXT)) == VALUE
 
 

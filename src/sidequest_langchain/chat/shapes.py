@@ -39,11 +39,7 @@ class Shape:
     @property
     def traced(self) -> dict[str, Any]:
         """The form in which tracers want it."""
-        try:
-            return convert_to_openai_tool(self.given)
-        except ValueError:  # a schema without a title
-            function = {"name": self.name, "parameters": self.schema}
-            return {"type": "function", "function": function}
+        return convert_to_openai_tool(self.given)
 
 
 def shape_of(given: Any) -> Shape:
