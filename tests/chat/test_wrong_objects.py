@@ -72,9 +72,3 @@ def test_a_message_in_place_of_its_id_is_refused() -> None:
     assert chat.kv.release(message.id).is_known
     assert not chat.kv.release(message.id).is_known
     chat.engine.close()
-
-
-def test_binding_tools_says_what_works_meanwhile() -> None:
-    chat = SideQuestChatModel(model="smollm2-135m")
-    with pytest.raises(NotImplementedError, match="does not bind tools yet"):
-        chat.bind_tools([])

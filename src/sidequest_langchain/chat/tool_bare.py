@@ -107,7 +107,8 @@ class BareReader:
         if not is_last and (not item.is_done or self._closing.startswith(tail)):
             return Verdict.OPEN, ""
         arguments = item.take_arguments()
-        if not item.is_done or tail not in ("", self._closing) or not is_sound(arguments):
+        is_whole = item.is_done and tail in ("", self._closing)
+        if not is_whole or not item.gives_arguments or not is_sound(arguments):
             return Verdict.TEXT, self._seen
         self._sink.whole(item.name, arguments)
         return Verdict.CALLS, ""

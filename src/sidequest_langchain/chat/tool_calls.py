@@ -27,9 +27,11 @@ class CallSink:
         self._index = -1
         self._is_kept = False
         self._arguments: list[str] = []
+        self._new: list[str] = []
 
     def begin(self, name: str | None) -> None:
         """A call begins."""
+        self._flush()
         self._index += 1
         self._is_kept = self._n_most is None or self._index < self._n_most
         self._arguments = []
@@ -40,8 +42,8 @@ class CallSink:
     def add(self, text: str) -> None:
         """More of the arguments of the call that began last."""
         self._arguments.append(text)
-        if text and self._is_kept:
-            self._events.append(CallText(self._index, text))
+        if self._is_kept:
+            self._new.append(text)
 
     def end(self, problem: str = "") -> None:
         """The call that began last ends.
@@ -65,5 +67,11 @@ class CallSink:
 
     def take(self) -> list[ReplyEvent]:
         """What happened since this was last asked."""
+        self._flush()
         events, self._events = self._events, []
         return events
+
+    def _flush(self) -> None:
+        text, self._new = "".join(self._new), []
+        if text:
+            self._events.append(CallText(self._index, text))

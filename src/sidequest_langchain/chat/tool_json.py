@@ -86,6 +86,11 @@ class CallObject:
         """Whether the arguments are complete."""
         return self._at is _At.AFTER and self._has_arguments
 
+    @property
+    def gives_arguments(self) -> bool:
+        """Whether it speaks of arguments at all."""
+        return "arguments" in map(_ROLES.get, self.keys)
+
     def push(self, char: str) -> None:
         """Take the next letter; there is none after the object is done or broken."""
         self._raw.append(char)

@@ -68,7 +68,9 @@ class ReplyReader:
         self._bare: BareReader | None = None
         self._blanks = ""
         self._gap: str | None = None
-        self._has_said = self._follows_thought = self._is_blank_thought = False
+        self._has_said = self._is_behind_calls = self._follows_thought = self._is_blank_thought = (
+            False
+        )
         self._thought_start = 0
         self._openings = [*reading.syntax.openings] if reading.syntax else []
         self._tags = [reading.thinking.opening] if reading.thinking else []
@@ -174,7 +176,7 @@ class ReplyReader:
     def _end_block(self) -> None:
         self._block = None
         self._interrupt()
-        self._follows_thought = False
+        self._follows_thought, self._is_behind_calls = False, True
         self._state = self._text
 
     def _interrupt(self) -> None:
@@ -199,7 +201,7 @@ class ReplyReader:
             return
         if self._gap is not None and self._has_said and not body[0].isspace():
             body = self._gap + body
-        elif self._gap is not None and not self._has_said and self.calls.n_begun:
+        elif self._is_behind_calls and not self._has_said:
             body = body.lstrip()
         self._gap, self._has_said = None, True
         self._events.append(Said(body))
