@@ -20,6 +20,8 @@ from sidequest_langchain.chat.messages import reply_id
 
 MOST_CONVERSATIONS = 1024
 """Remembered; the least recently used are forgotten."""
+MOST_BRANCHES = 8
+"""Of one conversation."""
 SUMMARY = "summarization"
 """How LangChain's `SummarizationMiddleware` says that a message is its summary."""
 
@@ -37,10 +39,17 @@ class Place:
 class _Held:
     """A conversation, by the ids of its messages."""
 
-    replies: dict[str, str | None] = field(default_factory=dict)
-    """By message, in order: the model call whose reply it is."""
+    branches: list[dict[str, str | None]] = field(default_factory=list)
+    """What calls held, the latest last: by message, in order, the call whose reply it is."""
     seen: set[str] = field(default_factory=set)
     """All that it ever held."""
+
+    def branch_of(self, ids: set[str]) -> dict[str, str | None]:
+        """The branch that messages with these ids come from; empty if that cannot be told."""
+        if len(self.branches) == 1:
+            return self.branches[0]
+        found = max(reversed(self.branches), key=lambda b: len(ids & b.keys()), default={})
+        return found if ids & found.keys() else {}
 
 
 class Conversations:
@@ -65,15 +74,16 @@ class Conversations:
             if held is None:
                 return ()
             ids = {message.id for message in messages if message.id}
-            before = list(held.replies)
+            branch = held.branch_of(ids)
+            before = list(branch)
             gone = [at for at, message_id in enumerate(before) if message_id not in ids]
-            is_back = any(i in held.seen and i not in held.replies for i in ids)
+            is_back = any(i in held.seen and i not in branch for i in ids)
             if not gone or is_back:
                 return ()
             has_tail = any(message_id in ids for message_id in before[gone[0] :])
             if not has_tail and not any(map(_is_summary, messages)):
                 return ()
-            found = (held.replies[before[at]] for at in gone)
+            found = (branch[before[at]] for at in gone)
             return tuple(call_id for call_id in found if call_id is not None)
 
     def hold(self, place: Place, messages: Iterable[BaseMessage]) -> None:
@@ -82,12 +92,15 @@ class Conversations:
         with self._lock:
             key = self._key(place, messages)
             held = self._held.setdefault(key, _Held())
-            held.replies = {
+            now = {
                 message.id: reply_id(message) if isinstance(message, AIMessage) else None
                 for message in messages
                 if message.id
             }
-            held.seen.update(held.replies)
+            # What goes on from a branch takes its place; another branch stays beside it.
+            others = [branch for branch in held.branches if not branch.keys() <= now.keys()]
+            held.branches = [*others, now][-MOST_BRANCHES:]
+            held.seen.update(now)
             self._held.move_to_end(key)
             while len(self._held) > MOST_CONVERSATIONS:
                 self._held.popitem(last=False)
