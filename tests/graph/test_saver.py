@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.graph import START, StateGraph
 from langgraph.types import Command, interrupt
 
-from sidequest_langchain import SideQuestSaver, attach, branch, prune
+from sidequest_langchain import SideQuestSaver, Tiers, attach, branch, prune
+from tests.engine.managing import LITTLE, managed
+from tests.engine.test_managed_faults import archive_idle
 from tests.graph.conftest import BYTES_PER_TOKEN, Tiny
 from tests.graph.graphs import Log, check_events, on
 from tests.graph.savers import (
@@ -108,6 +111,30 @@ def test_lineage_needs_nothing_but_the_checkpoints(tiny_chat: MakeChat, tmp_path
         check_reply(model, say(app, "then Oslo", on("t")))
         saver.delete_thread("t")
         assert model.n_bytes == 0
+
+
+def test_a_checkpoint_whose_rows_are_in_a_slower_tier_says_so(tiny_chat: MakeChat) -> None:
+    settings = managed(
+        archive_idle,
+        budget_tokens=170,
+        tiers=Tiers(int8=False, int4=False, cpu_bytes=10**6),
+        protection=replace(LITTLE, question=False, delimiters=False),
+    )
+    model = tiny_chat(**{field.name: getattr(settings, field.name) for field in fields(settings)})
+    saver = SideQuestSaver(InMemorySaver(), model)
+    app = talk(model, saver)
+    said = say(app, "Plan the trip from Paris to Rome " * 6, on("t"))
+    held = saver.kv_of(on("t"))
+    assert (held.state, held.n_tokens) == ("resident", len(fed(model, said)))
+    say(app, "then Oslo and then Lisbon and back " * 7, on("u"))
+    away = saver.kv_of(on("t"))
+    assert away.state == "archived"
+    assert away.n_tokens == held.n_tokens
+    assert away.n_bytes < held.n_bytes
+    model.engine._core.manager._returns.costs.tokens_a_second = 1e-3  # computing is slow here
+    onward = say(app, "Now", on("t"))
+    check_reply(model, onward)
+    assert read(onward[-1]) >= held.n_tokens
 
 
 # -- time travel -----------------------------------------------------------------------------
@@ -411,6 +438,30 @@ def test_pruning_leaves_the_last_visit_of_every_node(tiny_chat: MakeChat) -> Non
     assert read(onward[-2]) >= len(model.prompt_ids(said[:4]))
     assert read(onward[-1]) >= len(model.prompt_ids([HumanMessage("score"), *said[:5]]))
     assert model.answered(onward[-1]) == model.expected([HumanMessage("score"), *onward[:-1]])
+
+
+def test_pruning_frees_what_subgraphs_of_older_steps_computed(tiny_chat: MakeChat) -> None:
+    """Their own checkpoints live on, one in each namespace; nothing leads to them any more."""
+    model = tiny_chat()
+    saver = SideQuestSaver(FullSaver(), model)
+    inner = StateGraph(Talk)
+    inner.add_node("say", lambda s: {"messages": [model.invoke(s["messages"])]})
+    inner.add_edge(START, "say")
+    builder = StateGraph(Talk)
+    builder.add_node("inner", inner.compile())
+    builder.add_edge(START, "inner")
+    app = attach(builder.compile(checkpointer=saver), model, strict=True)
+    say(app, "Plan", on("t"))
+    old = next(s for s in app.get_state_history(on("t")) if not s.next)
+    say(app, "then Lisbon", on("t"))
+    head = say(app, "then Rome", old.config)
+    saver.prune(["t"])
+    assert len({found.config["configurable"]["checkpoint_ns"] for found in saver.list(on("t"))}) > 2
+    assert saver.kv_of(on("t")).paths == (head[-1].id,)
+    assert model.n_bytes == BYTES_PER_TOKEN * n_rows(fed(model, head))
+    onward = say(app, "Now", on("t"))
+    check_reply(model, onward)
+    assert read(onward[-1]) >= len(fed(model, head))
 
 
 def test_pruning_while_a_run_is_on_leaves_what_is_under_way(tiny_chat: MakeChat) -> None:
