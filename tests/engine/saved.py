@@ -51,7 +51,7 @@ def assert_same(one: dict[Any, dict[str, Any]], other: dict[Any, dict[str, Any]]
     for key in one:
         a, b = dict(one[key]), dict(other[key])
         of_a, of_b = a.pop("tensors"), b.pop("tensors")
-        assert a == b
+        assert a == b, {name: (a[name], b[name]) for name in a if a[name] != b[name]}
         assert of_a.keys() == of_b.keys()
         assert all(same_bits(of_a[name], of_b[name].contiguous()) for name in of_a)
 

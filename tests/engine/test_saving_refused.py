@@ -199,5 +199,5 @@ def test_a_model_that_was_changed_meanwhile_saves_nothing(make_engine, tmp_path,
 
 
 def test_weights_that_are_elsewhere_cannot_be_told():
-    with pytest.raises(CacheError, match="weights model.* are offloaded"):
+    with pytest.raises(CacheError, match=r"weights model.* are offloaded"):
         weights_sum(tiny_model(LLAMA).to("meta"))

@@ -231,9 +231,9 @@ class ThreadLoader:
         if missing and not plan.chosen and not plan.resident:
             msg = (
                 f"nothing of the saved thread fits: {n_bytes:,} bytes in {n_tokens:,} rows are to "
-                "come back, and the cache's budget has room for "
-                f"{max(0, int(bytes_left)):,} bytes; give a larger budget, release what is not "
-                "needed, or let the thread's next call compute its prompt"
+                f"come back, and the cache's budget has room for {bytes_left:,.0f} bytes and "
+                f"{tokens_left:,.0f} rows; give a larger budget, release what is not needed, or "
+                "let the thread's next call compute its prompt"
             )
             raise BudgetExceeded(msg)
         plan.n_bytes, plan.n_tokens = _amount([segments[n] for n in plan.chosen])
