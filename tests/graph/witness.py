@@ -14,6 +14,7 @@ from typing import Any
 from langchain_core.messages import AIMessage, BaseMessage
 from langgraph.config import get_config
 
+from sidequest_langchain.chat.step import BRANCH
 from tests.graph.conftest import BYTES_PER_TOKEN, Tiny
 
 
@@ -30,6 +31,7 @@ class Call:
     checkpoint_ns: str | None
     node: str | None
     step: int | None
+    branch: str | None = None
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -76,6 +78,7 @@ class Witness:
             checkpoint_ns=metadata.get("langgraph_checkpoint_ns"),
             node=metadata.get("langgraph_node"),
             step=metadata.get("langgraph_step"),
+            branch=(BRANCH.get() or (None,))[0],
         )
         with self._lock:
             self.calls.append(call)
@@ -94,8 +97,8 @@ class Witness:
         assert set(paths) == set(wanted)
         for call_id, call in wanted.items():
             label, chain = paths[call_id]
-            found = (label.thread_id, label.checkpoint_ns, label.node, label.step)
-            assert found == (call.thread_id, call.checkpoint_ns, call.node, call.step)
+            for name in ("thread_id", "checkpoint_ns", "node", "step", "branch"):
+                assert getattr(label, name) == getattr(call, name)
             assert tuple(token for _, tokens in chain for token in tokens) == call.row
         for one_id, one in wanted.items():
             for other_id, other in wanted.items():
