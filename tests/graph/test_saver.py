@@ -18,6 +18,8 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite import SqliteSaver
+from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
+from langgraph.func import entrypoint, task
 from langgraph.graph import START, StateGraph
 from langgraph.types import Command, interrupt
 
@@ -253,6 +255,31 @@ def test_what_a_subgraph_computed_belongs_to_the_step_around_it(tiny_chat: MakeC
     assert model.n_bytes == 0
 
 
+def test_what_a_task_computed_belongs_to_its_workflow(tiny_chat: MakeChat) -> None:
+    model = tiny_chat()
+    saver = SideQuestSaver(InMemorySaver(), model)
+    replies: list[AIMessage] = []
+
+    @task
+    def ask(text: str) -> str:
+        replies.append(model.invoke(text))
+        return replies[-1].text
+
+    @entrypoint(checkpointer=saver)
+    def work(texts: list[str]) -> list[str]:
+        return [ask(text).result() for text in texts]
+
+    app = attach(work, model, strict=True)
+    app.invoke(["Plan", "score"], on("t"))
+    held = saver.kv_of(on("t"))
+    assert set(held.paths) == {reply.id for reply in replies}
+    app.invoke(["back"], on("t"))
+    assert set(saver.kv_of(on("t")).paths) == {reply.id for reply in replies}
+    assert len(replies) == 3
+    saver.delete_thread("t")
+    assert model.n_bytes == 0
+
+
 # -- deleting --------------------------------------------------------------------------------
 
 
@@ -320,6 +347,29 @@ def test_a_thread_deleted_while_it_runs_goes_when_its_calls_end(
     saver.delete_thread("t")
     assert list(saver.list(on("t"))) == []
     assert model.n_bytes == 0
+
+
+async def test_a_run_on_an_asynchronous_saver(tiny_chat: MakeChat) -> None:
+    model = tiny_chat()
+    async with AsyncSqliteSaver.from_conn_string(":memory:") as inner:
+        saver = SideQuestSaver(inner, model)
+        app = talk(model, saver)
+        said = await asay(app, "Plan", on("t"))
+        old = (await app.aget_state(on("t"))).config
+        said = await asay(app, "then Rome", on("t"))
+        check_reply(model, said)
+        assert (await saver.akv_of(on("t"))).paths == (said[1].id, said[3].id)
+        assert (await saver.akv_of(old)).paths == (said[1].id,)
+        async for _ in app.astream(
+            {"messages": [HumanMessage("then Oslo")]}, old, stream_mode="messages"
+        ):
+            pass
+        forked = (await app.aget_state(on("t"))).values["messages"]
+        assert len(forked) == 4
+        check_reply(model, forked)
+        await saver.adelete_thread("t")
+        assert model.n_bytes == 0
+        assert (await app.aget_state(on("t"))).values == {}
 
 
 async def test_deleting_never_holds_up_the_event_loop(tiny_chat: MakeChat) -> None:

@@ -165,6 +165,28 @@ def test_another_process_saves_and_this_one_resumes(tiny_chat: MakeChat, tmp_pat
         assert model.n_bytes == 0
 
 
+@pytest.mark.real
+def test_a_real_model_resumes_what_was_saved(real_smollm: Any, tmp_path: Path) -> None:
+    inner = InMemorySaver()
+
+    def a_model() -> Tiny:
+        return Tiny.from_model(real_smollm.model, real_smollm.tokenizer, max_tokens=12)
+
+    model = a_model()
+    first_process(model, inner, tmp_path, "Name a city.", "Name another.")
+    second = a_model()
+    assert second.engine is not model.engine
+    saver = SideQuestSaver(inner, second, folder=tmp_path)
+    said = say(talk(second, saver), "And a third?", on("t"))
+    n_prompt = len(second.prompt_ids(said[:5]))
+    n_known = len(second.prompt_ids(said[:3])) + len(second.answered(said[3])) - 1
+    assert read(said[-1]) >= n_known
+    assert said[-1].response_metadata["sidequest"]["prefilled_tokens"] == n_prompt - read(said[-1])
+    want = greedy(real_smollm.model, second.prompt_ids(said[:5]), 12)
+    assert second.answered(said[-1]) == want
+    second.engine.close()
+
+
 def test_a_thread_is_loaded_once(tiny_chat: MakeChat, tmp_path: Path) -> None:
     inner, model = InMemorySaver(), tiny_chat()
     first_process(tiny_chat(), inner, tmp_path, "Plan")
