@@ -23,6 +23,8 @@ from sidequest_langchain.engine.request import GenerationResult
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
 
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+FIRST_BESIDE_BLOCKS = 1_000
+"""LangChain numbers blocks of text and reasoning from 0, and would join a call of that number."""
 _N_ID_LETTERS = 9
 """As many as Mistral's templates want."""
 
@@ -30,13 +32,15 @@ _N_ID_LETTERS = 9
 class Answer:
     """One reply while it is read."""
 
-    def __init__(self, plan: Plan, call_id: str) -> None:
+    def __init__(self, plan: Plan, call_id: str, *, first_index: int = 0) -> None:
         """Begin to read.
 
         Args:
             plan: How to.
             call_id: Of the model call; the ids of its tool calls follow from it.
+            first_index: Index of its first tool call, by which chunks are joined.
         """
+        self._first_index = first_index
         self._plan = plan
         self._call_id = call_id
         self._reader = ReplyReader(plan.reading)
@@ -99,9 +103,12 @@ class Answer:
 
     def _call(self, event: CallBegun | CallText) -> Any:
         if isinstance(event, CallText):
-            return tool_call_chunk(args=event.text, index=event.index)
+            return tool_call_chunk(args=event.text, index=self._first_index + event.index)
         return tool_call_chunk(
-            name=event.name, args="", id=self._id(event.index), index=event.index
+            name=event.name,
+            args="",
+            id=self._id(event.index),
+            index=self._first_index + event.index,
         )
 
     def _id(self, index: int) -> str:

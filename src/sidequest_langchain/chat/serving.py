@@ -143,7 +143,11 @@ class ServedModel(ModelFields):
         if reusing is not None:
             requests = [self._cleared(request, reusing, prompt) for request in requests]
         return Call(
-            engine=engine, requests=tuple(requests), managed=ManagedActs(engine.kv), plan=plan
+            engine=engine,
+            requests=tuple(requests),
+            managed=ManagedActs(engine.kv),
+            plan=plan,
+            has_numbered_blocks=self.output_version == "v1",
         )
 
     def _reusing(
