@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from sidequest_langchain.kv import part_attention, parts, what_if
+from sidequest_langchain.kv import bunches, part_attention, parts, what_if
 from sidequest_langchain.kv.integrity import check_integrity
 from sidequest_langchain.kv.step_plan import Row, StepPlan
 from sidequest_langchain.kv.tree_attention import attend
@@ -42,6 +42,7 @@ EVEN = [(4, 2, 8, 8), (6, 2, 8, 8)]
 def load_rows(request, monkeypatch):
     monkeypatch.setattr(parts, "LOAD_ROWS", request.param)
     monkeypatch.setattr(part_attention, "LOAD_ROWS", request.param)
+    monkeypatch.setattr(bunches, "LOAD_ROWS", request.param)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sidequest_langchain.kv import chain, tree_attention
+from sidequest_langchain.kv import bunches, chain, tree_attention
 from sidequest_langchain.kv import partial as partial_module
 from sidequest_langchain.kv.partial_cpu import cpu_partial
 from sidequest_langchain.kv.step_plan import StepPlan
@@ -183,6 +183,7 @@ def test_the_trunk_is_read_once_for_all_siblings(calls):
 @pytest.mark.parametrize("seed", range(5))
 def test_each_distinct_block_is_attended_once(calls, seed, window, monkeypatch):
     monkeypatch.setattr(chain, "MOST_BLOCKS", 10**9)  # no two segments share a storage
+    monkeypatch.setattr(bunches, "COPY_BYTES", 0)  # nor are they read with one call
     world, rng = World(seed), random.Random(seed)
     grove, running = grow(world, rng, n_running=6)
     fed = batch(rng, grove, running, ["decode"] * 6 + ["replay"])

@@ -16,15 +16,14 @@ from sidequest_langchain.kv.storage import Storage
 class _Span:
     """Rows of a storage that the same decoding rows see, while more of them are looked for."""
 
-    __slots__ = ("first", "last", "own", "rows", "segment", "slot", "storage")
+    __slots__ = ("first", "last", "own", "rows", "segment", "storage")
 
     def __init__(
-        self, storage: Storage, first: int, rows: tuple[int, ...], slot: int, segment: Segment
+        self, storage: Storage, first: int, rows: tuple[int, ...], segment: Segment
     ) -> None:
         self.storage = storage
         self.first = self.last = first
         self.rows = rows
-        self.slot = slot
         self.segment = segment
         self.own = 0
         """Row of the segment with which the span begins."""
@@ -45,12 +44,11 @@ def find_blocks(
         window: A token sees the last `window` positions; `None` is all.
         is_merged: Whether segments that follow one another in one storage are one block.
     """
-    plain: dict[tuple[Segment, int, int], tuple[list[int], int]] = {}
-    managed: dict[tuple[Segment, int, int, int, int | None, int], tuple[list[int], int]] = {}
+    plain: dict[tuple[Segment, int, int], list[int]] = {}
+    managed: dict[tuple[Segment, int, int, int, int | None, int], list[int]] = {}
     for j, (row, lineage) in enumerate(decoding):
         oldest = 0 if window is None else row.position - window + 1
         horizon = row.horizon
-        slot = 0
         for segment in lineage:
             parts = None if parts_of is None else parts_of(segment)
             low = oldest - segment.start
@@ -62,36 +60,64 @@ def find_blocks(
                     last = segment.n_rows + 1
                 first = max(0, low)
                 if first < last:
-                    plain.setdefault((segment, first, last), ([], slot))[0].append(j)
-                slot += 1
+                    plain.setdefault((segment, first, last), []).append(j)
                 continue
             high = segment.n_tokens if horizon is None else horizon - segment.start
             for n, part in enumerate(parts):
                 found = rows_seen(part, low, high)
                 if found is not None:
-                    managed.setdefault((segment, n, *found), ([], slot))[0].append(j)
-                slot += 1
+                    managed.setdefault((segment, n, *found), []).append(j)
     blocks = [_block(span, len(decoding)) for span in _spans(plain, is_merged=is_merged)]
-    for (segment, n, first, last, seen_from, high), (members, slot) in managed.items():
+    for (segment, n, first, last, seen_from, high), members in managed.items():
         assert parts_of is not None
         part = (parts_of(segment) or ())[n]
-        keys, values = in_place(part, first, last) or ((), ())
-        blocks.append(
-            Block(
-                rows=None if len(members) == len(decoding) else tuple(members),
-                slot=slot,
-                keys=keys,
-                values=values,
-                segment=segment,
-                first=first,
-                last=last,
-                part=part,
-                low=seen_from,
-                high=high,
-                is_in_place=bool(len(keys)) and seen_from is None,
-            )
-        )
+        who = None if len(members) == len(decoding) else tuple(members)
+        block = _of_part(segment, part, first, last, rows=who, seen=(seen_from, high))
+        blocks.append(block)
     return tuple(blocks)
+
+
+def blocks_behind(
+    row: Row,
+    lineage: Sequence[Segment],
+    parts_of: Callable[[Segment], Sequence[Part] | None],
+    window: int | None,
+    limit: int | None,
+) -> tuple[tuple[Block, ...], tuple[Segment, ...]]:
+    """Find what a chunk of tokens sees of what came before it.
+
+    Args:
+        row: Whose chunk.
+        lineage: Segments of its path.
+        parts_of: How a segment is read; `None`: every token has its row in the storage.
+        window: A token sees the last `window` positions; `None` is all.
+        limit: Position from which on nothing stored is seen; `None` is never.
+
+    Returns:
+        Blocks of which all tokens of the chunk see every row, each for one "decoding row", and
+        the segments of which some see a part only, or not every head sees the same.
+    """
+    plain: dict[tuple[Segment, int, int], list[int]] = {}
+    blocks: list[Block] = []
+    rest: list[Segment] = []
+    for segment in lineage:
+        high = segment.n_tokens if limit is None else limit - segment.start
+        parts = parts_of(segment)
+        if window is not None and row.position + row.n_new - window > segment.start:
+            rest.append(segment)
+        elif parts is None:
+            last = min(segment.n_rows, high)
+            if last > 0:
+                plain[segment, 0, last] = [0]
+        else:
+            seen = [(part, found) for part in parts if (found := rows_seen(part, 0, high))]
+            if any(found[2] is not None for _, found in seen):
+                rest.append(segment)
+                continue
+            for part, (first, last, _, _) in seen:
+                blocks.append(_of_part(segment, part, first, last))
+    spans = [_block(span, 1) for span in _spans(plain, is_merged=True)]
+    return (*spans, *blocks), tuple(rest)
 
 
 def rows_seen(part: Part, low: int, high: int) -> tuple[int, int, int | None, int] | None:
@@ -123,17 +149,15 @@ def in_place(part: Part, first: int, last: int) -> tuple[Sequence[Tensor], Seque
     return None
 
 
-def _spans(
-    plain: dict[tuple[Segment, int, int], tuple[list[int], int]], *, is_merged: bool
-) -> list[_Span]:
+def _spans(plain: dict[tuple[Segment, int, int], list[int]], *, is_merged: bool) -> list[_Span]:
     ends: dict[tuple[int, int, tuple[int, ...]], _Span] = {}
     closed: list[_Span] = []
-    for (segment, first, last), (members, slot) in plain.items():
+    for (segment, first, last), members in plain.items():
         who, at = tuple(members), segment.place[0]
         # Segments that follow one another in one storage are one block for who sees both.
         span = ends.pop((id(segment.storage), at + first, who), None) if is_merged else None
         if span is None:
-            span = _Span(segment.storage, at + first, who, slot, segment)
+            span = _Span(segment.storage, at + first, who, segment)
             span.own = first
         span.last = at + last
         if is_merged:
@@ -147,10 +171,33 @@ def _block(span: _Span, n_decoding: int) -> Block:
     keys, values = span.storage.views(span.first, span.last)
     return Block(
         rows=None if len(span.rows) == n_decoding else span.rows,
-        slot=span.slot,
         keys=keys,
         values=values,
         segment=span.segment,
         first=span.own,
         last=span.own + span.last - span.first,
+    )
+
+
+def _of_part(
+    segment: Segment,
+    part: Part,
+    first: int,
+    last: int,
+    *,
+    rows: tuple[int, ...] | None = None,
+    seen: tuple[int | None, int] = (None, 0),
+) -> Block:
+    keys, values = in_place(part, first, last) or ((), ())
+    return Block(
+        rows=rows,
+        keys=keys,
+        values=values,
+        segment=segment,
+        first=first,
+        last=last,
+        part=part,
+        low=seen[0],
+        high=seen[1],
+        is_in_place=bool(len(keys)) and seen[0] is None,
     )

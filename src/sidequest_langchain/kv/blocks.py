@@ -33,8 +33,6 @@ class Block:
 
     rows: tuple[int, ...] | None
     """Indices among the decoding rows; `None` is all of them."""
-    slot: int
-    """Depth in the path: blocks of one slot are seen by different rows."""
     keys: Sequence[Tensor]
     """K of every layer, `[H, S, D]`; empty where `part` is to be loaded."""
     values: Sequence[Tensor]

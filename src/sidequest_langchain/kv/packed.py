@@ -115,6 +115,14 @@ class PackedBlock:
         number, place = self._places[layer]
         return self._bundles[number].load(place, first, self.n_rows if last is None else last)
 
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Which bundle holds a layer, and at which place."""
+        return self._places[layer]
+
+    def bundle(self, number: int) -> Layers:
+        """Layers that are alike, in a few tensors; not to be written."""
+        return self._bundles[number]
+
     def split(self, n_head: int) -> tuple[PackedBlock, PackedBlock]:
         """Rows before `n_head` and from there on, each in storages of its own; exact.
 

@@ -12,24 +12,35 @@ from torch import Tensor
 
 from sidequest_langchain.kv.block_finding import in_place, rows_seen
 from sidequest_langchain.kv.blocks import Block, Row, at_offsets
+from sidequest_langchain.kv.bunches import Bunch
 from sidequest_langchain.kv.features import Features
 from sidequest_langchain.kv.partial import Partial, joined
 from sidequest_langchain.kv.parts import LOAD_ROWS, Part, RowsByHead
 from sidequest_langchain.kv.segment import Segment
 
 
-def read_block(
-    block: Block, layer: int, queries: Tensor, features: Features, partial: Partial
+def read(
+    call: Block | Bunch, layer: int, queries: Tensor, features: Features, partial: Partial
 ) -> tuple[Tensor, Tensor]:
-    """`partial` of some decoding rows over a block that is not read in place.
+    """`partial` of some queries over a block, or over all pieces of a bunch as of one block.
 
     Args:
-        block: Of a part.
+        call: What is read.
         layer: Which.
-        queries: `[H, G * r, D]`.
+        queries: `[H, G * r, D]` of decoding rows, or `[Hq, T, D]` of a chunk.
         features: Scaling and softcap; the window is in the block.
         partial: The device's.
     """
+    if isinstance(call, Block) and not call.is_in_place:
+        return _read_loaded(call, layer, queries, features, partial)
+    k, v = call.load(layer)
+    return partial(queries, k, v, scaling=features.scaling, softcap=features.softcap)
+
+
+def _read_loaded(
+    block: Block, layer: int, queries: Tensor, features: Features, partial: Partial
+) -> tuple[Tensor, Tensor]:
+    """`read` of a block of whose rows heads see different ones."""
     assert block.part is not None
     found = []
     for first, last in _pieces(block.part, block.first, block.last):
@@ -45,6 +56,28 @@ def read_block(
             )
         )
     return joined(found)
+
+
+def read_apart(
+    bunch: Bunch, layer: int, queries: Tensor, features: Features, partial: Partial
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """`read` of a bunch, and the log-sum-exp over each piece, fp32 `[H, G * r]`.
+
+    A piece whose share of the bunch is too small for fp32 (less than 1e-38) gets -inf.
+    """
+    if len(bunch.pieces) == 1:
+        out, lse = read(bunch, layer, queries, features, partial)
+        return out, lse, [lse]
+    k, v = bunch.load(layer)
+    scores = torch.matmul(queries * features.scaling, k.transpose(1, 2)).float()
+    if features.softcap is not None:
+        scores = torch.tanh(scores / features.softcap) * features.softcap
+    most = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(most).exp_()
+    sums = torch.matmul(weights, bunch.members(queries.device))
+    total = sums.sum(-1, keepdim=True)
+    out = torch.matmul((weights / total).to(v.dtype), v)
+    return out, (total.log() + most).squeeze(-1), list((sums.log() + most).unbind(-1))
 
 
 def read_segment(

@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sidequest_langchain.kv.block_finding import find_blocks
+from sidequest_langchain.kv.block_finding import blocks_behind, find_blocks
 from sidequest_langchain.kv.blocks import Block, Row
+from sidequest_langchain.kv.bunches import Bunch, Reads, reads_of
 from sidequest_langchain.kv.parts import Part, RowsByHead, parts_of
 from sidequest_langchain.kv.residency import is_in_all_heads
 from sidequest_langchain.kv.segment import Segment
@@ -76,7 +77,8 @@ class StepPlan:
         self.stored = [i for i, row in enumerate(self.rows) if row.is_stored]
         if len(self.stored) < len(self.rows) or any(row.horizon is not None for row in self.rows):
             self._look_at_own_rows()
-        self._blocks: dict[int | None, tuple[Block, ...]] = {}
+        self._reads: dict[tuple[int | None, bool], Reads] = {}
+        self._behind: dict[tuple[int, int | None], tuple[Reads, tuple[Segment, ...]]] = {}
         self._indices: dict[tuple[object, torch.device], Tensor] = {}
         self._masks: dict[tuple[object, torch.device], Tensor] = {}
         self._counted: dict[Segment, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
@@ -163,37 +165,55 @@ class StepPlan:
         return found
 
     def blocks(self, window: int | None) -> tuple[Block, ...]:
-        """What the decoding rows see, each distinct block once, through a sliding window."""
-        found = self._blocks.get(window)
+        """What the decoding rows see, each distinct block once, through a sliding window.
+
+        With a watcher each is of one segment; else segments in a row in one storage are one block.
+        """
+        return self.reads(window, is_watched=self.watcher is not None).blocks
+
+    def reads(self, window: int | None, *, is_watched: bool) -> Reads:
+        """The same, as it is read in layers that are watched, or not."""
+        found = self._reads.get((window, is_watched))
         if found is None:
-            found = self._blocks[window] = self._find_blocks(window)
+            blocks = self._find_blocks(window, is_merged=not is_watched)
+            found = self._reads[window, is_watched] = reads_of(blocks)
         return found
 
-    def has_single(self, blocks: Sequence[Block]) -> bool:
-        """Whether some block is seen by one row of several."""
-        return any(block.rows is not None and len(block.rows) == 1 for block in blocks)
+    def behind(self, row: int, window: int | None) -> tuple[Reads, tuple[Segment, ...]]:
+        """What a prefilling row's tokens all see, and segments that some of them see in part."""
+        found = self._behind.get((row, window))
+        if found is None:
+            lineage, limit = self._lineages[row], self.limit(row)
+            blocks, rest = blocks_behind(self.rows[row], lineage, self.parts, window, limit)
+            found = self._behind[row, window] = reads_of(blocks), rest
+        return found
+
+    def has_single(self, calls: Sequence[Block | Bunch]) -> bool:
+        """Whether something is seen by one row of several."""
+        return any(call.rows is not None and len(call.rows) == 1 for call in calls)
 
     def places(
-        self, window: int | None, n_group: int, device: torch.device
+        self, window: int | None, n_group: int, device: torch.device, *, is_watched: bool
     ) -> tuple[Tensor, Tensor]:
-        """Where a decoding row's parts lie when those of all blocks stand side by side.
+        """Where a decoding row's parts lie when those of all calls stand side by side.
 
-        A block of `r` rows has `G * r` parts for a KV head, those of one query head together.
+        A call for `r` rows has `G * r` parts for a KV head, those of one query head together.
 
         Returns:
             For every slot, query head of a group and decoding row the place of its part,
             `[slots * G * R]`, and 0, or -inf where it has none, fp32 `[slots, G * R]`.
         """
-        key = ("places", window, n_group)
+        key = ("places", window, n_group, is_watched)
         if (key, device) not in self._masks:
-            blocks, n = self.blocks(window), len(self.decoding)
-            n_slots = 1 + max(block.slot for block in blocks)
+            reads, n = self.reads(window, is_watched=is_watched), len(self.decoding)
+            slots = reads.slots(n)
+            n_slots = 1 + max(slots)
             found: list[int | None] = [None] * (n_slots * n_group * n)
             at = 0
-            for block in blocks:
-                rows = range(n) if block.rows is None else block.rows
+            for call, slot in zip(reads.calls, slots, strict=True):
+                rows = range(n) if call.rows is None else call.rows
                 for head in range(n_group):
-                    first = (block.slot * n_group + head) * n
+                    first = (slot * n_group + head) * n
                     for row in rows:
                         found[first + row] = at
                         at += 1
@@ -202,13 +222,13 @@ class StepPlan:
             self.index(key, [place or 0 for place in found], device)
         return self._indices[key, device], self._masks[key, device]
 
-    def _find_blocks(self, window: int | None) -> tuple[Block, ...]:
+    def _find_blocks(self, window: int | None, *, is_merged: bool) -> tuple[Block, ...]:
         decoding = [(self.rows[i], self._lineages[i]) for i in self.decoding]
         is_plain = not self._has_overlay and all(
             segment.residency is None for _, lineage in decoding for segment in lineage
         )
         parts_of = None if is_plain else self.parts
-        return find_blocks(decoding, parts_of, window, is_merged=self.watcher is None)
+        return find_blocks(decoding, parts_of, window, is_merged=is_merged)
 
     def band(self, row: int, window: int, device: torch.device) -> Tensor:
         """Which of its own tokens a prefilling row's tokens see, bool `[T, T]`."""

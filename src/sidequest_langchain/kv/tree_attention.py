@@ -8,11 +8,14 @@ the learned ones of gpt-oss (one more logit without a value).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from sidequest_langchain.kv.blocks import Block
 from sidequest_langchain.kv.features import Features
-from sidequest_langchain.kv.part_attention import read_block, read_segment
+from sidequest_langchain.kv.part_attention import read, read_apart, read_segment
 from sidequest_langchain.kv.partial import Partial, math_partial, merge
 from sidequest_langchain.kv.partial_cpu import cpu_partial
 from sidequest_langchain.kv.partial_cuda import cuda_partial
@@ -75,76 +78,71 @@ def _decode(
     plan: StepPlan, layer: int, q: Tensor, n_kv: int, features: Features, partial: Partial
 ) -> Tensor:
     """Output of the decoding rows, `[Hq, R, Dv]`."""
-    blocks = plan.blocks(features.window)
+    is_watched = plan.watcher is not None and layer in plan.watcher.layers
+    reads = plan.reads(features.window, is_watched=is_watched)
+    calls = reads.calls
     # The query heads of a KV group are queries of one head, so that K and V are read once for
     # them: `G` heads of `r` rows make `[H, G * r, D]`. They stay so until the parts are merged.
     grouped = q.view(n_kv, -1, *q.shape[1:])
     shape = q.shape[:2]
     everyone = grouped.flatten(1, 2)
-    singles = grouped.unbind(2) if plan.has_single(blocks) else ()
+    singles = grouped.unbind(2) if plan.has_single(calls) else ()
     outputs, lses = [], []
-    for block in blocks:
-        if block.rows is None:
+    by_piece: list[Tensor] = []
+    for call in calls:
+        if call.rows is None:
             queries = everyone
-        elif len(block.rows) == 1:
-            queries = singles[block.rows[0]]
+        elif len(call.rows) == 1:
+            queries = singles[call.rows[0]]
         else:
-            members = plan.index(block.rows, block.rows, q.device)
+            members = plan.index(call.rows, call.rows, q.device)
             queries = grouped.index_select(2, members).flatten(1, 2)
-        if block.is_in_place:
-            out, lse = partial(
-                queries,
-                block.keys[layer],
-                block.values[layer],
-                scaling=features.scaling,
-                softcap=features.softcap,
-            )
+        if is_watched and not isinstance(call, Block):
+            out, lse, of_pieces = read_apart(call, layer, queries, features, partial)
+            by_piece += of_pieces
         else:
-            out, lse = read_block(block, layer, queries, features, partial)
+            out, lse = read(call, layer, queries, features, partial)
         outputs.append(out)
         lses.append(lse)
-    if len(blocks) == 1:
-        out, lse = outputs[0].reshape(*shape, -1), lses[0].reshape(shape)
-        _tell_decoded(plan, layer, q, lses, lse, features)
-        return _with_sinks(out, lse, features.sinks)
-    if all(block.rows is None for block in blocks):
-        parts, sums = torch.stack(outputs), torch.stack(lses)
+    if len(calls) == 1:
+        out, sums = outputs[0].reshape(*shape, -1), lses[0].reshape(shape)
     else:
-        parts, sums = _side_by_side(plan, features.window, grouped.shape[1], outputs, lses)
-    out = merge(parts, sums).reshape(*shape, -1)
-    sums = sums.reshape(-1, *shape)
-    _tell_decoded(plan, layer, q, lses, sums, features)
+        if all(call.rows is None for call in calls):
+            parts, sums = torch.stack(outputs), torch.stack(lses)
+        else:
+            parts, sums = _side_by_side(
+                plan.places(features.window, grouped.shape[1], q.device, is_watched=is_watched),
+                outputs,
+                lses,
+            )
+        out, sums = merge(parts, sums).reshape(*shape, -1), sums.reshape(-1, *shape)
+    if is_watched:
+        seen = Decoded(
+            q=q,
+            blocks=reads.blocks,
+            lses=reads.by_block(lses, by_piece),
+            total=_total(sums, features.sinks),
+            features=features,
+        )
+        assert plan.watcher is not None
+        plan.watcher.decoded(plan, layer, seen)
     return _with_sinks(out, sums, features.sinks)
 
 
-def _tell_decoded(
-    plan: StepPlan, layer: int, q: Tensor, lses: list[Tensor], sums: Tensor, features: Features
-) -> None:
-    watcher = plan.watcher
-    if watcher is None or layer not in watcher.layers:
-        return
-    total = _total(sums, features.sinks)
-    blocks = plan.blocks(features.window)
-    seen = Decoded(q=q, blocks=blocks, lses=lses, total=total, features=features)
-    watcher.decoded(plan, layer, seen)
-
-
 def _side_by_side(
-    plan: StepPlan, window: int | None, n_group: int, outputs: list[Tensor], lses: list[Tensor]
+    where: tuple[Tensor, Tensor], outputs: list[Tensor], lses: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Parts that belong to some rows only, sorted into one slot for each depth of the paths.
+    """Parts that belong to some rows only, sorted into slots: one of a row in each.
 
     Args:
-        plan: The step.
-        window: The layer's sliding window.
-        n_group: Query heads of a KV head, `G`.
-        outputs: `[H, G * r, Dv]` of every block, `r` rows each.
-        lses: `[H, G * r]` of every block.
+        where: What `StepPlan.places` says of all calls.
+        outputs: `[H, G * r, Dv]` of every call, for `r` rows each.
+        lses: `[H, G * r]` of every call.
 
     Returns:
         The parts, `[slots, H, G * R, Dv]`, and their log-sum-exps, -inf where a row has none.
     """
-    places, holes = plan.places(window, n_group, lses[0].device)
+    places, holes = where
     n_kv = lses[0].shape[0]
     parts = torch.cat(outputs, 1).index_select(1, places).view(n_kv, *holes.shape, -1)
     sums = torch.cat(lses, 1).index_select(1, places).view(n_kv, *holes.shape) + holes
@@ -170,7 +168,12 @@ def _prefill(
         parts = [partial(q, k, v, scaling=scaling, visible=seen, softcap=softcap)]
     limit = plan.limit(i)
     owners: list[tuple[Segment, int]] = []
-    for segment in plan.lineage(i):
+    is_watched = plan.watcher is not None and layer in plan.watcher.layers
+    segments: Sequence[Segment] = plan.lineage(i)
+    if not is_watched:
+        reads, segments = plan.behind(i, window)
+        parts += [read(call, layer, q, features, partial) for call in reads.calls]
+    for segment in segments:
         managed = plan.parts(segment)
         if managed is not None:
             parts += read_segment(segment, managed, row, limit, layer, q, features, partial)
@@ -189,7 +192,7 @@ def _prefill(
             visible = None if visible is None else visible[:, :n_rows]
         parts.append(partial(q, keys, values, scaling=scaling, visible=visible, softcap=softcap))
         owners.append((segment, len(parts)))
-    if plan.watcher is not None and layer in plan.watcher.layers:
+    if is_watched:
         _tell_prefilled(plan, i, layer, q, parts, owners, features)
     if len(parts) == 1:
         return _with_sinks(*parts[0], features.sinks)
