@@ -221,14 +221,16 @@ def test_the_serializer_is_the_inner_savers() -> None:
 
 
 def test_a_clone_that_may_read_more_types_shares_everything_else() -> None:
-    inner = InMemorySaver()
+    allowed = ("tests.graph.savers", "FullSaver")
+    inner = InMemorySaver(serde=JsonPlusSerializer(allowed_msgpack_modules=None))
     saver = wrapped(inner)
-    clone = saver.with_allowlist([("tests.graph.savers", "FullSaver")])
+    clone = saver.with_allowlist([allowed])
     assert isinstance(clone, SideQuestSaver)
-    if clone is not saver:
-        assert clone.inner is not inner
-        assert clone.inner.storage is inner.storage
-        assert clone._kv is saver._kv
+    assert clone.inner is not inner
+    assert clone.inner.storage is inner.storage
+    assert clone.serde is not inner.serde
+    assert clone._kv is saver._kv
+    assert clone.with_allowlist([allowed]) is clone
     assert copy.copy(saver).inner is inner
 
 
