@@ -97,11 +97,11 @@ def walk(
     return None
 
 
-def allows(kit: Tools, grammar: Grammar, token_ids: Sequence[int]) -> bool:
+def allows(kit: Tools, grammar: Grammar, token_ids: Sequence[int], end: int = END_ID) -> bool:
     """Whether these tokens, and then the end, are a text under the grammar."""
     constraint = kit.begin(grammar)
-    for token_id in [*token_ids, END_ID]:
-        if token_id == END_ID and constraint.is_done:
+    for token_id in [*token_ids, end]:
+        if token_id == end and constraint.is_done:
             return True
         if constraint.mask(torch.zeros(kit.n_ids))[token_id] != 0:
             return False

@@ -234,7 +234,8 @@ def test_the_end_of_the_turn_ends_it_where_the_text_may_end_and_nowhere_else(
         assert result.finish_reason == "stop"
     with force(engine._core.adapter.model, [*engine.tokenizer.encode("yes please"), 7, 7]):
         result = run(engine, ask(ids(20), 20, constraint=engine.grammars.constraint(grammar)))
-    assert result.text == "yes please", "nothing but the end can follow: no step is spent on it"
+    assert result.text == "yes please"
+    assert result.n_generated_tokens == len(result.token_ids), "a step was spent on the end"
 
 
 def test_cancelled_in_the_middle(engine: Engine) -> None:
