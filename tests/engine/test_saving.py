@@ -429,3 +429,17 @@ def test_scopes_stay_apart(make_engine, tmp_path):
     assert_same(contents(other), contents(engine))
     assert run(other, ask(ids(30), 5, scope="three")).n_reused_tokens == 0
     assert run(other, ask(ids(30), 5, scope="two")).n_reused_tokens == 30
+
+
+@pytest.mark.real
+def test_a_real_model_goes_on(real_smollm, make_engine, tmp_path):
+    engine, other = (make_engine(real_smollm.model, real_smollm.tokenizer) for _ in range(2))
+    prompt = engine.tokenizer.encode("The capital of France is Paris. " * 20 + "The capital of")
+    first = ask(prompt, 12, thread="t")
+    result = run(engine, first)
+    engine.kv.save("t", tmp_path)
+    assert other.kv.load(tmp_path, "t").n_tokens == len(stored(first, result))
+    more = [*stored(first, result), *engine.tokenizer.encode(" And Germany?")]
+    answer = run(other, ask(more, 12, thread="t"))
+    assert answer.n_prefilled_tokens == len(more) - len(stored(first, result))
+    assert list(answer.token_ids) == oracle.greedy(real_smollm.model, more, 12)
