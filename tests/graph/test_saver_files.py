@@ -231,6 +231,22 @@ def test_a_thread_is_saved_when_no_run_is_on_it(tiny_chat: MakeChat, tmp_path: P
     assert len(files(tmp_path)) == 2
 
 
+@pytest.mark.parametrize("durability", ["sync", "async", "exit"])
+def test_the_last_checkpoint_of_a_run_is_there_when_it_is_saved(
+    durability: Any, tiny_chat: MakeChat, tmp_path: Path
+) -> None:
+    model = tiny_chat()
+    saver = SideQuestSaver(InMemorySaver(), model, folder=tmp_path)
+    app = talk(model, saver)
+    for text in ("Plan", "then Rome"):
+        said = say(app, text, on("t"), durability=durability)
+    saver.flush()
+    assert list(saver._files._unsaved) == []
+    model.kv.clear()
+    assert saver.load_thread("t").n_tokens == len(fed(model, said))
+    assert saver.kv_of(on("t")).paths == (said[1].id, said[3].id)
+
+
 def test_what_is_not_attached_is_saved_when_it_is_asked_for(
     tiny_chat: MakeChat, tmp_path: Path
 ) -> None:
@@ -292,6 +308,34 @@ def test_deleting_a_thread_removes_what_is_still_being_saved(
     check_reply(model, say(app, "Plan", on("t0")))
     saver.flush()
     assert len(files(tmp_path)) == 1
+
+
+def test_a_thread_deleted_while_it_is_loaded_is_gone(
+    tiny_chat: MakeChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, model = InMemorySaver(), tiny_chat()
+    first_process(tiny_chat(), inner, tmp_path, "Plan")
+    saver = SideQuestSaver(inner, model, folder=tmp_path)
+    began, may_load = threading.Event(), threading.Event()
+    load = type(model.kv).load
+
+    def slow(*given: Any) -> Any:
+        began.set()
+        assert may_load.wait(30)
+        return load(*given)
+
+    monkeypatch.setattr(type(model.kv), "load", slow)
+    use = threading.Thread(target=saver.get_tuple, args=(on("t"),))
+    use.start()
+    assert began.wait(30)
+    deletion = threading.Thread(target=saver.delete_thread, args=("t",))
+    deletion.start()
+    time.sleep(0.05)
+    may_load.set()
+    use.join(30)
+    deletion.join(30)
+    assert model.n_bytes == 0
+    assert files(tmp_path) == []
 
 
 # -- what cannot be saved or loaded -----------------------------------------------------------

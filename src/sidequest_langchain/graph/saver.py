@@ -240,9 +240,9 @@ class SideQuestSaver(ForwardingSaver):
             self._files.note(_thread_of(config))
 
     def _end(self, thread_id: str) -> None:
-        self._kv.end(thread_id, DELETED)
-        if self._files is not None:
+        if self._files is not None:  # first: what is just being loaded is there then, and goes
             self._files.remove(thread_id).result()
+        self._kv.end(thread_id, DELETED)
 
     def _settle(self, before: dict[Any, Lineage], after: dict[Any, Lineage]) -> None:
         for thread_id, lineage in before.items():

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,7 +69,8 @@ class ThreadFiles:
                 if thread_id not in self._unsaved:  # another run's end was quicker
                     continue
                 del self._unsaved[thread_id]
-            self._worker.submit(self._save_quietly, thread_id)
+            with suppress(RuntimeError):  # the interpreter is ending: nothing can be begun
+                self._worker.submit(self._save_quietly, thread_id)
 
     def first_use(self, thread_id: str) -> Future[Any] | None:
         """Load a thread that this process has not used before; `None` if there is no file."""
