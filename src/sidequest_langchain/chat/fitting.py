@@ -7,6 +7,7 @@ conversation begins as the shorter one did.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,11 +25,14 @@ _GAP = Piece("\n\n")
 def fitted(turns: list[Turn], traits: Traits) -> list[Turn]:
     """`turns` as a template with these traits can render them.
 
+    * ids of tool calls become short ones where a template counts their letters;
     * tool calls and results become text in the assistant's and the user's turns;
     * a system message, and later ones, become part of the next user turn;
     * turns of one role in a row become one.
     """
     result: Iterable[Turn] = turns
+    if not traits.has_any_ids:
+        result = map(_with_short_ids, result)
     if not traits.has_tool_calls:
         result = map(_with_calls_as_text, result)
     if not traits.has_tool_role:
@@ -47,6 +51,35 @@ def with_tools_told(turns: list[Turn], tools: Sequence[Mapping[str, Any]]) -> li
         return [Turn(role="system", pieces=(told,)), *turns]
     pieces = (*turns[0].pieces, _GAP, told) if turns[0].text else (told,)
     return [replace(turns[0], pieces=pieces), *turns[1:]]
+
+
+def _with_short_ids(turn: Turn) -> Turn:
+    calls = tuple(replace(call, call_id=_short(call.call_id)) for call in turn.tool_calls)
+    asked = _short(turn.tool_call_id) if turn.role == "tool" else turn.tool_call_id
+    return replace(turn, tool_calls=calls, tool_call_id=asked)
+
+
+def _short(call_id: str | None) -> str:
+    """An id of nine letters and digits, the same for the same id."""
+    given = call_id or ""
+    if len(given) == 9 and given.isascii() and given.isalnum():
+        return given
+    return hashlib.blake2b(given.encode(), digest_size=8).hexdigest()[:9]
+
+
+def with_form_told(turns: list[Turn], told: str) -> list[Turn]:
+    """`turns` with words on the form of the answer behind the last question.
+
+    Behind the question and not in front of the conversation, so that prompts which ask for
+    different forms still share all that comes before.
+    """
+    piece = Piece(told, kind=TokenKind.SYSTEM)
+    last = next((i for i in reversed(range(len(turns))) if turns[i].role == "user"), None)
+    if last is None:
+        return [*turns, Turn(role="user", pieces=(piece,))]
+    turn = turns[last]
+    pieces = (*turn.pieces, _GAP, piece) if turn.text else (piece,)
+    return [*turns[:last], replace(turn, pieces=pieces), *turns[last + 1 :]]
 
 
 def _with_calls_as_text(turn: Turn) -> Turn:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -47,6 +47,8 @@ class Traits:
     """The tools that are given."""
     has_argument_text: bool
     """Arguments of a tool call are wanted as JSON text, not as a mapping."""
+    has_any_ids: bool
+    """Ids of tool calls of any length; else (Mistral's) of nine letters and digits."""
     opening: str
     """What opens the assistant's turn at the end of a prompt."""
 
@@ -139,6 +141,7 @@ def probe(tokenizer: ChatTokenizer, *, has_tools: bool = False) -> Traits:
     has_runs = shows("", user, more) and shows("", user, answer, _turn("assistant", "Sq-and"))
     has_mapping = shows(call.name, user, calling)
     has_text = not has_mapping and shows(call.name, user, calling, has_argument_text=True)
+    long = replace(calling, tool_calls=(replace(call, call_id="call_0123456789"),))
     asking = calling if has_mapping or has_text else answer
     return Traits(
         has_system=shows("", rule, user),
@@ -151,6 +154,8 @@ def probe(tokenizer: ChatTokenizer, *, has_tools: bool = False) -> Traits:
         has_tool_calls=has_mapping or has_text,
         has_tools=tools is not None and _shows_tools(tokenizer, user, tools),
         has_argument_text=has_text,
+        has_any_ids=shows(call.name, user, long, has_argument_text=has_text)
+        or not (has_mapping or has_text),
         opening=opening,
     )
 
