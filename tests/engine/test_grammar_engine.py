@@ -281,6 +281,7 @@ def test_guesses_are_checked_by_the_grammar_first(make_engine: MakeEngine) -> No
 BAD: dict[str, tuple[Grammar, str]] = {
     "keyword": (Schema('{"type":"array","uniqueItems":true}'), "uniqueItems"),
     "deep keyword": (Schema('{"properties":{"a":{"not":{}}}}'), '"not"'),
+    "too many keys": (Schema('{"items":{"minProperties":2}}'), "minProperties 2"),
     "oneOf": (Schema('{"oneOf":[{"type":"integer"},{"type":"number"}]}'), "oneOf"),
     "type": (Schema('{"type":"text"}'), "text"),
     "look-around in a pattern": (Schema('{"type":"string","pattern":"(?=a)b"}'), "look-around"),

@@ -48,6 +48,7 @@ def _without_notes(schema: Any) -> Any:
     """A schema without the formats that hold nobody; what is no schema stays as it is."""
     if not isinstance(schema, dict):
         return schema
+    _refuse_counting(schema)
     found = {}
     for key, value in schema.items():
         if key == "format" and isinstance(value, str) and value not in FORMATS:
@@ -60,6 +61,22 @@ def _without_notes(schema: Any) -> Any:
             value = {name: _without_notes(each) for name, each in value.items()}
         found[key] = value
     return found
+
+
+def _refuse_counting(schema: dict[str, Any]) -> None:
+    """Keys that no schema names are not held apart, and two of one name are one.
+
+    Raises:
+        GrammarError: Several of them are asked for.
+    """
+    least, required = schema.get("minProperties"), schema.get("required")
+    n_named = len(required) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > n_named + 1:
+        msg = (
+            f"minProperties {least} asks for {least - n_named} keys that `required` does not name, "
+            "and nothing keeps a text from naming one of them twice; name them, or leave it out"
+        )
+        raise GrammarError(msg)
 
 
 def _short(text: str) -> str:
