@@ -344,7 +344,7 @@ def test_what_is_read_counts_before_it_is_there(saved, make_engine, tmp_path, mo
 def test_a_budget_with_room_for_a_part_takes_the_newest_paths(saved, make_engine, tmp_path, unit):
     engine, _, prompt = saved
     kept = resident(engine)
-    n_tokens = len(kept["side"]) + 5
+    n_tokens = len(kept["one"]) + 5  # for the oldest, too, but for no two of them
     size = token_bytes(model_of(LLAMA)) if unit == "bytes" else 1
     config = CacheConfig(**{f"budget_{unit}": n_tokens * size})
     other = make_engine(model_of(LLAMA), config=config)
