@@ -33,8 +33,7 @@ from langgraph.graph.message import add_messages
 from langgraph.types import Command, RetryPolicy, Send, interrupt
 
 from sidequest_langchain.config import CacheConfig
-from sidequest_langchain.engine.segments import KVSegments
-from sidequest_langchain.graph import attach, backtrack, branch, keep_only, prune
+from sidequest_langchain.graph import SideQuestSaver, attach, backtrack, branch, keep_only, prune
 from sidequest_langchain.graph.book import RunBook
 from sidequest_langchain.graph.branches import BranchLedger
 from sidequest_langchain.graph.retention import Retention
@@ -110,7 +109,7 @@ class Lives(RuleBasedStateMachine):
             tiny_model("llama"), byte_tokenizer(), max_tokens=4, cache=CacheConfig()
         )
         self.witness, self.log = Witness(self.model), Log()
-        self.saver = InMemorySaver()
+        self.saver = SideQuestSaver(InMemorySaver(), self.model)
         self.apps = {
             is_async: attach(self.graph(is_async), self.model, on_event=self.log, strict=True)
             for is_async in (False, True)
@@ -414,20 +413,29 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: len(self.claims) > 5)
     @rule(thread=THREADS)
     def delete(self, thread):
+        """The saver frees what the thread held, and its branches are forgotten."""
         self.saver.delete_thread(thread)
-        self.model.kv.clear(thread)
+        self.opened[thread] = {}
         self.forget(lambda call: call.thread_id == thread)
         self.waits.pop(thread, None)
 
-    @precondition(lambda self: hasattr(KVSegments, "save"))
     @rule(thread=THREADS)
     def save_and_restore(self, thread):
+        """What was saved comes back as it was, and what still is there is shared."""
+        mine = {k: call for k, call in self.claims.items() if call.thread_id == thread}
+        if not mine:
+            return
         n_bytes = self.model.n_bytes
         with tempfile.TemporaryDirectory() as folder:
-            self.model.kv.save(thread, Path(folder))
-            self.model.kv.clear(thread)
+            saved = self.model.kv.save(thread, Path(folder))
             self.model.kv.load(Path(folder), thread)
+            self.witness.check(self.claims.values())
+            self.model.kv.clear(thread)
+            self.witness.check([c for c in self.claims.values() if c.thread_id != thread])
+            loaded = self.model.kv.load(Path(folder), thread)
         assert self.model.n_bytes == n_bytes
+        heads = {call.row[: n + 1] for call in mine.values() for n in range(len(call.row))}
+        assert saved.n_tokens == loaded.n_tokens == len(heads)
 
     # -- what must hold --------------------------------------------------------------------
 
