@@ -17,7 +17,6 @@ from langchain_core.messages.tool import tool_call_chunk
 
 from sidequest_langchain.chat.dialect import Plan
 from sidequest_langchain.chat.tool_events import CallBegun, CallText, ReplyEvent, Said, Thought
-from sidequest_langchain.chat.tool_reading import ReplyReader
 from sidequest_langchain.engine.detokenizer import decoded
 from sidequest_langchain.engine.request import GenerationResult
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
@@ -43,7 +42,7 @@ class Answer:
         self._first_index = first_index
         self._plan = plan
         self._call_id = call_id
-        self._reader = ReplyReader(plan.reading)
+        self._reader = plan.reader()
 
     def feed(self, text: str) -> Iterator[AIMessageChunk]:
         """What became certain with more of the reply."""
@@ -55,7 +54,7 @@ class Answer:
 
     def whole(self, text: str) -> dict[str, Any]:
         """Fields of the message that a whole reply makes: what its chunks would join to."""
-        if self._plan.reading.is_plain:
+        if self._plan.is_plain:
             return {"content": text}
         chunks = [*self.feed(text), *self.finish()]
         joined = reduce(add, chunks, AIMessageChunk(content=""))

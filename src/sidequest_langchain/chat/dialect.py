@@ -5,17 +5,26 @@ It must not know messages, nor how text is generated.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from sidequest_langchain.chat.messages import Turn
 from sidequest_langchain.chat.reasoning import Thinking, thinking_of
 from sidequest_langchain.chat.settings import CallSettings
 from sidequest_langchain.chat.template import Traits
 from sidequest_langchain.chat.tool_grammar import after_thought, calls_of, of_form
-from sidequest_langchain.chat.tool_reading import Reading, arguments_read
+from sidequest_langchain.chat.tool_reading import Reading, ReplyReader, arguments_read
+from sidequest_langchain.chat.tool_response import ResponseReader
 from sidequest_langchain.chat.tool_syntax import PLAIN, Syntax, syntax_of
 from sidequest_langchain.chat.tools import Described, name_of
 from sidequest_langchain.engine.grammar import Grammar, OneOf
+from sidequest_langchain.engine.response_parsing import (
+    ResponseStream,
+    response_template_of,
+    special_ids_of,
+)
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
 
 N_MOST_IN_UNION = 8
@@ -31,6 +40,19 @@ class Plan:
     """What the answer is held to."""
     shown: frozenset[int] = frozenset()
     """Special tokens that are text of the answer."""
+    begin: Callable[[], ResponseStream] | None = None
+    """Begins to read an answer as the tokenizer's response template says, if it has one."""
+
+    def reader(self) -> ReplyReader:
+        """Reads one answer."""
+        if self.begin is not None:
+            return ResponseReader(self.reading, self.begin)
+        return ReplyReader(self.reading)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an answer is text and nothing else."""
+        return self.begin is None and self.reading.is_plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +64,8 @@ class Dialect:
     thinking_ids: frozenset[int]
     call_ids: frozenset[int]
     """Special tokens among the tags of thoughts, and of calls: decoding would skip them."""
+    response_template: Any = None
+    """What the tokenizer declares of its replies."""
 
     @property
     def shown(self) -> frozenset[int]:
@@ -92,6 +116,9 @@ class Dialect:
             ),
             grammar=grammar,
             shown=self.thinking_ids | (self.call_ids if tools else frozenset()),
+            begin=None
+            if self.response_template is None
+            else partial(ResponseStream, self.response_template, opened, tools),
         )
 
 
@@ -105,11 +132,13 @@ def dialect_of(tokenizer: ChatTokenizer, traits: Traits) -> Dialect:
     thinking = thinking_of(tokenizer)
     syntax = syntax_of(tokenizer, traits, thinking)
     tags = (thinking.opening, thinking.closing) if thinking is not None else ()
+    declared = response_template_of(tokenizer)
     return Dialect(
         syntax=syntax,
         thinking=thinking,
-        thinking_ids=_special(tokenizer, tags),
+        thinking_ids=_special(tokenizer, tags) if declared is None else special_ids_of(tokenizer),
         call_ids=_special(tokenizer, syntax.markers),
+        response_template=declared,
     )
 
 
