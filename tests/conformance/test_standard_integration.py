@@ -6,6 +6,7 @@ names in Chinese and Japanese, and call a tool unasked.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -18,8 +19,7 @@ from sidequest_langchain import SideQuestChatModel
 from tests.support.real import require_real
 
 MODEL = "qwen2.5-coder-0.5b"
-SETTINGS = {"model": MODEL, "temperature": 0.0, "max_tokens": 96}
-LONG = "Repeat after me. " * 20
+SETTINGS = {"model": MODEL, "temperature": 0.0, "max_tokens": 64}
 
 Details = dict[Literal["invoke", "stream"], list[Any]]
 
@@ -35,6 +35,7 @@ def weights() -> Iterator[None]:
 
 
 @pytest.mark.real
+@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")
 class TestIntegration(ChatModelIntegrationTests):
     """Skipped are images, sound and PDF, which a text model lacks, and nothing else."""
 
@@ -64,22 +65,31 @@ class TestIntegration(ChatModelIntegrationTests):
         return {"invoke": both, "stream": both}
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
-        answer = [_asked(stream=stream) for _ in range(2)][-1]
-        assert answer.usage_metadata["input_token_details"]["cache_read"] > 50
-        return answer
+        text = _new_text()
+        first, again = (_asked(text, stream=stream).usage_metadata for _ in range(2))
+        assert first["input_tokens"] == again["input_tokens"]
+        assert first["input_token_details"]["cache_creation"] > 50
+        assert again["input_token_details"]["cache_read"] == again["input_tokens"]
+        return _asked(text, stream=stream)
 
     def invoke_with_cache_creation_input(self, *, stream: bool = False) -> AIMessage:
-        answer = _asked(stream=stream)
-        assert answer.usage_metadata["input_token_details"]["cache_creation"] >= 1
+        answer = _asked(_new_text(), stream=stream)
+        details = answer.usage_metadata["input_token_details"]
+        assert sum(details.values()) == answer.usage_metadata["input_tokens"]
         return answer
 
 
-def _asked(*, stream: bool) -> AIMessage:
-    model = SideQuestChatModel(**SETTINGS | {"max_tokens": 4})
+def _new_text() -> str:
+    """What no other call has asked, from the first word on."""
+    return f"{uuid.uuid4()} " * 3
+
+
+def _asked(text: str, *, stream: bool) -> AIMessage:
+    model = SideQuestChatModel(**SETTINGS | {"max_tokens": 2})
     if not stream:
-        return model.invoke(LONG)
+        return model.invoke(text)
     full: AIMessageChunk | None = None
-    for chunk in model.stream(LONG):
+    for chunk in model.stream(text):
         full = chunk if full is None else full + chunk
     assert isinstance(full, AIMessage)
     return full

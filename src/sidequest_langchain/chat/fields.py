@@ -78,6 +78,9 @@ class ModelFields(Entries):
     """What becomes of results of tools that were cleared from a conversation: what follows them is
     computed again, exactly; or their rows leave the cache and what follows stays (`"reuse"`,
     lossy). A single call can say so, too."""
+    schema_in_prompt: bool = True
+    """Whether the model is told the JSON schema of `response_format`, behind the last question,
+    besides being held to it. It costs the schema's tokens; small models ramble without."""
     engines: EngineCell = Field(default_factory=EngineCell, exclude=True, repr=False)
     """Shared by copies of this model."""
 
@@ -95,7 +98,7 @@ class ModelFields(Entries):
     @property
     def _sampling_fields(self) -> dict[str, Any]:
         names = ("model", "temperature", "top_p", "top_k", "seed", "max_tokens", "n", "stop")
-        others = ("logprobs", "top_logprobs", "exact", "on_edit")
+        others = ("logprobs", "top_logprobs", "exact", "on_edit", "schema_in_prompt")
         return {name: getattr(self, name) for name in (*names, *others)}
 
     @property

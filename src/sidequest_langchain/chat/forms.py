@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sidequest_langchain.chat.shapes import closed, without_titles
 from sidequest_langchain.errors import RequestError
 
 _FORMATS = "{'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'json_schema': {'name': ..., 'schema': {...}}}"  # noqa: E501
@@ -22,6 +23,19 @@ class AnswerForm:
     kind: Literal["schema", "regex", "choice"]
     options: tuple[str, ...]
     """One JSON schema, as text; one regular expression; or the strings to choose from."""
+    shown: str = ""
+    """A JSON schema as the model is shown it."""
+
+    def told(self, *, may_call: bool) -> str | None:
+        """The form in words; `None`: the question itself must say it.
+
+        Args:
+            may_call: Whether an answer may be tool calls instead.
+        """
+        if not self.shown:
+            return None
+        lead = "Unless you call a tool, respond" if may_call else "Respond"
+        return f"{lead} only with a JSON object that matches this JSON schema:\n{self.shown}"
 
 
 def form_of(given: Mapping[str, Any]) -> AnswerForm | None:
@@ -56,7 +70,12 @@ def _of_format(given: Any) -> AnswerForm | None:
         if isinstance(schema, Mapping | bool):
             try:
                 # Keys keep their order: it is the order in which an answer gives its properties.
-                return AnswerForm(kind="schema", options=(json.dumps(schema, ensure_ascii=False),))
+                kept, shown = closed(schema), without_titles(schema)
+                return AnswerForm(
+                    kind="schema",
+                    options=(json.dumps(kept, ensure_ascii=False),),
+                    shown=json.dumps(shown, ensure_ascii=False) if shown else "",
+                )
             except (TypeError, ValueError) as error:
                 msg = f"the schema of response_format is no JSON: {error}"
                 raise RequestError(msg) from error

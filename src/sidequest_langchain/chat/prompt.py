@@ -18,7 +18,7 @@ from langchain_core.messages import BaseMessage
 
 from sidequest_langchain.chat.dialect import Dialect, dialect_of
 from sidequest_langchain.chat.encoder import SectionEncoder
-from sidequest_langchain.chat.fitting import fitted, with_tools_told
+from sidequest_langchain.chat.fitting import fitted, with_form_told, with_tools_told
 from sidequest_langchain.chat.kind_map import KindMap
 from sidequest_langchain.chat.known import Known, ReplyFinder
 from sidequest_langchain.chat.messages import Piece, turns_of
@@ -100,6 +100,7 @@ class PromptAssembler:
         *,
         with_kinds: bool = False,
         marked: Sequence[str] = (),
+        told: str | None = None,
     ) -> Prompt:
         """The prompt for `messages`. It opens the assistant's turn at its end.
 
@@ -112,6 +113,7 @@ class PromptAssembler:
             with_kinds: Whether to tell what each token is. The ids are the same; it costs one
                 more rendering, and a second encoding of text that is new.
             marked: Strings whose every occurrence is of the kind `MARKED`, as they are rendered.
+            told: Words on the form of the answer, to stand behind the last question.
 
         Raises:
             MessageError: A message has no text form, or there is nothing to answer.
@@ -122,6 +124,8 @@ class PromptAssembler:
         if tools and not traits.has_tools:
             turns, tools = with_tools_told(turns, tools), None
             traits = self._traits_for(has_tools=False)
+        if told:
+            turns = with_form_told(turns, told)
         if turns[-1].tool_calls:
             msg = (
                 "the last message calls tools and no message answers; run the tools and add "

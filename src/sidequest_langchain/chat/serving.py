@@ -117,6 +117,7 @@ class ServedModel(ModelFields):
             tools,
             with_kinds=config.is_managed,
             marked=config.protection.protect_text,
+            told=settings.told,
         )
         plan = assembler.dialect.plan(settings, prompt.opened)
         scope = scope_of(config.isolation, run_manager)
@@ -172,6 +173,7 @@ class ServedModel(ModelFields):
                 tools,
                 with_kinds=True,
                 marked=self.cache_config.protection.protect_text,
+                told=settings.told,
             ),
             n_most_tokens=n_most_prompt_tokens(
                 engine.context_length, settings.sampling.max_tokens, len(prompt.ids)

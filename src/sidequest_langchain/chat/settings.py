@@ -23,6 +23,7 @@ _KINDS: dict[str, tuple[type, str, bool]] = {
     "top_p": (Real, "a number", False),
     "n": (Integral, "a whole number", False),
     "exact": (bool, "True or False", False),
+    "schema_in_prompt": (bool, "True or False", False),
     "on_edit": (str, "'recompute' or 'reuse'", False),
     "logprobs": (bool, "True or False", False),
     "max_tokens": (Integral, "a whole number", True),
@@ -80,6 +81,8 @@ class CallSettings:
     """Whether an answer may call several tools; `None` is up to how calls come about."""
     form: AnswerForm | None
     """What the text must be, where no tool is called."""
+    told: str | None
+    """That form in words for the model; `None`: it is not told."""
     constraint: Constraint | Callable[[], Constraint] | None
 
     @property
@@ -143,6 +146,7 @@ def settings_for(
         choosing=choosing,
         parallel_tool_calls=values.get("parallel_tool_calls"),
         form=form,
+        told=_told(form, choosing, tools) if values.get("schema_in_prompt", True) else None,
         constraint=constraint,
     )
 
@@ -201,6 +205,12 @@ def _check_model(ours: str, asked: object) -> None:
             "one model: make another SideQuestChatModel"
         )
         raise RequestError(msg)
+
+
+def _told(form: AnswerForm | None, choosing: Choosing, tools: Sequence[Described]) -> str | None:
+    if form is None or choosing.mode == "required":
+        return None
+    return form.told(may_call=bool(tools) and choosing.mode == "auto")
 
 
 def _check_one_form(form: AnswerForm | None, choosing: Choosing, constraint: object | None) -> None:

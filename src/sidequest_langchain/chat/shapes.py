@@ -23,6 +23,11 @@ _BESIDE_PROPERTIES = ("anyOf", "oneOf")
 """Below and beside these an object may be described in part: what one place does not name,
 another may."""
 
+_NAMES = ("properties", "$defs", "definitions", "patternProperties")
+"""Below these, keys are names of the user's."""
+_VALUES = ("enum", "const", "default", "examples")
+"""Below these are values, which may look like schemas."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -73,9 +78,9 @@ def closed(schema: Any) -> Any:
     """
     if isinstance(schema, list):
         return [closed(part) for part in schema]
-    if not isinstance(schema, dict):
+    if not isinstance(schema, Mapping):
         return copy.deepcopy(schema)
-    names_some = isinstance(schema.get("properties"), dict)
+    names_some = isinstance(schema.get("properties"), Mapping)
     in_part = [*_ALWAYS_IN_PART, *(_BESIDE_PROPERTIES if names_some else ())]
     made = {
         key: copy.deepcopy(value) if key in in_part else _closed_below(key, value)
@@ -86,12 +91,28 @@ def closed(schema: Any) -> Any:
     return made
 
 
+def without_titles(schema: Any) -> Any:
+    """A JSON schema without the titles that pydantic gives to everything: they say nothing."""
+    if isinstance(schema, list):
+        return [without_titles(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: {name: without_titles(part) for name, part in value.items()}
+        if key in _NAMES and isinstance(value, Mapping)
+        else value
+        if key in _VALUES
+        else without_titles(value)
+        for key, value in schema.items()
+        if key != "title"
+    }
+
+
 def _closed_below(key: str, value: Any) -> Any:
-    if key in ("properties", "$defs", "definitions", "patternProperties"):
-        # The keys are names of the user's, which may be called "properties", too.
-        is_names = isinstance(value, dict)
+    if key in _NAMES:
+        is_names = isinstance(value, Mapping)
         return {name: closed(part) for name, part in value.items()} if is_names else value
-    if key in ("enum", "const", "default", "examples"):
+    if key in _VALUES:
         return copy.deepcopy(value)
     return closed(value)
 
