@@ -61,6 +61,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
 """Which rooms may import what; a name that is not here may be imported nowhere."""
 
 HANDS_ON = {
+    "asking",
     "cycle",
     "deciding",
     "executor",

@@ -161,8 +161,8 @@ def test_guard_refuses_then_backs_off_and_yields_to_the_budget(make_engine, capl
     done = [r for r in shadow.receipts if r.outcome == "done" and r.verb == "evict"]
     forced = [r for r in done if r.is_forced]
     assert forced
-    # Nothing is measured of rows that no running path reads.
-    assert all(r.kl is None and r.mass == 0 for r in done if not r.is_forced)
+    assert all(r.kl > 1e-12 for r in forced if not r.kl_reason)
+    assert all(r.kl is None and r.kl_reason for r in done if not r.is_forced)
     assert engine.kv.usage().n_tokens <= 120
     assert engine.kv.run_receipt().n_forced == len(forced)
     assert caplog.text.count("more than the guard allows") == 1

@@ -23,6 +23,7 @@ from sidequest_langchain.kv.keeping import KeepingTree
 from sidequest_langchain.kv.packing import PackingTree
 from sidequest_langchain.kv.step_plan import StepPlan
 from sidequest_langchain.policy import cycle, deciding, executor, gathering, receipting
+from sidequest_langchain.policy.asking import Measured
 from sidequest_langchain.policy.executor import Executor
 from sidequest_langchain.policy.guard import Canary
 from sidequest_langchain.policy.limits import Limits
@@ -162,7 +163,7 @@ MUTANTS: dict[str, tuple[Callable[..., Any], Mutant]] = {
             cycle.Cycles,
             "_imagine",
             lambda _, self, decision, segments: [
-                self._carry_out(decision.facts, act, segments, kl=None, is_forced=False)
+                self._carry_out(decision.facts, act, segments, measured=Measured(), is_forced=False)
                 for act in decision.acts
             ],
         ),

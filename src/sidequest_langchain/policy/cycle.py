@@ -12,6 +12,7 @@ from sidequest_langchain.errors import BudgetExceeded
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.tree import SegmentTree
 from sidequest_langchain.policy.acts import Act, Archive, Compress
+from sidequest_langchain.policy.asking import UNASKED, Measured, is_lossy, paths_to_ask
 from sidequest_langchain.policy.deciding import Decision, DecisionEngine, mass_of
 from sidequest_langchain.policy.executor import Executor
 from sidequest_langchain.policy.facts import CacheFacts, Reason, Tier
@@ -120,17 +121,23 @@ class Cycles:
             return receipts
         if config.observe:
             return [*receipts, *self._imagine(decision, segments)]
-        kl, objection = self._ask_guard(decision, segments)
+        found, objection = self._ask_guard(decision, segments)
         if objection and must < wanted:  # little more than the budget needs
             # A few rows at once: a cycle for every row would cost more than it spares.
             enough = max(must, min(wanted, FORCED_ROWS * self._tree.bytes_per_token))
             decision = decide(enough, must) if must else decision
-            kl, objection = self._ask_guard(decision, segments) if must else (kl, objection)
+            if must:
+                found, objection = self._ask_guard(decision, segments)
         if objection and not must:
             self._quiet_until = self._monitor.n_steps + 64
             return receipts + [
                 self._writer.write(
-                    decision.facts, act, segments[act.segment_id], "refused", why=objection, kl=kl
+                    decision.facts,
+                    act,
+                    segments[act.segment_id],
+                    "refused",
+                    why=objection,
+                    measured=found,
                 )
                 for act in decision.acts
             ]
@@ -143,7 +150,9 @@ class Cycles:
             )
         for act in decision.acts:
             receipts.append(
-                self._carry_out(decision.facts, act, segments, kl=kl, is_forced=bool(objection))
+                self._carry_out(
+                    decision.facts, act, segments, measured=found, is_forced=bool(objection)
+                )
             )
         return receipts
 
@@ -178,33 +187,37 @@ class Cycles:
             found.append(Tier("disk", max(0, tiers.disk_bytes - archive.n_disk_bytes)))
         return found
 
-    def _ask_guard(
-        self, decision: Decision, segments: dict[int, Segment]
-    ) -> tuple[float | None, str]:
+    def _ask_guard(self, decision: Decision, segments: dict[int, Segment]) -> tuple[Measured, str]:
         """The divergence of the acts, and what speaks against them.
 
         Where packing is too coarse for the first and last layer, these are left out from now on.
         """
         mass = sum(mass_of(decision.facts, act) for act in decision.acts)
         if not self._canary.is_on:
-            return None, self._canary.objection(None, mass)
-        kl = self._measure(decision, segments)
-        objection = self._canary.objection(kl, mass)
+            return Measured(why=UNASKED), self._canary.objection(None, mass)
+        found = self._measure(decision, segments)
+        objection = self._canary.objection(found.kl, mass)
         packs = any(isinstance(act, Compress) for act in decision.acts)
         if objection and packs and self._executor.exempt_ends():
-            kl = self._measure(decision, segments)
-            objection = self._canary.objection(kl, mass)
-        return kl, objection
+            found = self._measure(decision, segments)
+            objection = self._canary.objection(found.kl, mass)
+        return found, objection
 
-    def _measure(self, decision: Decision, segments: dict[int, Segment]) -> float | None:
-        """The divergence of the acts; infinite where it cannot be measured."""
-        tips = [segments[tip[-1]] for tip in decision.facts.tips if tip and tip[-1] in segments]
+    def _measure(self, decision: Decision, segments: dict[int, Segment]) -> Measured:
+        """The divergence of the lossy acts; infinite where it cannot be measured."""
+        facts = decision.facts
+        lossy = [act for act in decision.acts if is_lossy(act, facts)]
+        notes_of = self._monitor.notes_of
+        asked = paths_to_ask(
+            lossy, facts, segments, lambda s: bool(s.archived) and notes_of(s).is_archived_idle
+        )
         try:
-            overlay = self._executor.overlay(decision.acts, decision.facts, segments)
-            return self._canary.divergence(tips, overlay)
+            overlay = self._executor.overlay(lossy, facts, segments)
+            kl = self._canary.divergence(asked.tips, overlay)
         except (MemoryError, RuntimeError, ValueError):  # torch's is a RuntimeError
             logger.debug("the divergence could not be measured", exc_info=True)
-            return math.inf
+            kl = math.inf
+        return Measured(kl=kl, reasons=asked.reasons)
 
     def _carry_out(
         self,
@@ -212,12 +225,14 @@ class Cycles:
         act: Act,
         segments: dict[int, Segment],
         *,
-        kl: float | None,
+        measured: Measured,
         is_forced: bool,
     ) -> ActReceipt:
         segment = segments[act.segment_id]
         # Before the act: a release empties the segment.
-        receipt = self._writer.write(facts, act, segment, "done", kl=kl, is_forced=is_forced)
+        receipt = self._writer.write(
+            facts, act, segment, "done", measured=measured, is_forced=is_forced
+        )
         try:
             done = self._executor.carry_out(act, facts, segment)
         except (MemoryError, RuntimeError, ValueError) as error:  # torch's is a RuntimeError

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.policy.acts import Act, Archive, Compress, Evict, EvictByHead, Release
+from sidequest_langchain.policy.asking import Measured
 from sidequest_langchain.policy.deciding import mass_of
 from sidequest_langchain.policy.executor import Done
 from sidequest_langchain.policy.facts import CacheFacts
@@ -40,7 +41,7 @@ class ReceiptWriter:
         outcome: Outcome,
         *,
         why: str = "",
-        kl: float | None = None,
+        measured: Measured | None = None,
         is_forced: bool = False,
     ) -> ActReceipt:
         """The receipt of an act, to be written before it is done: a release empties the segment.
@@ -51,7 +52,7 @@ class ReceiptWriter:
             segment: Whose rows; `None` if there is no such segment.
             outcome: What becomes of it.
             why: In place of the act's own reason.
-            kl: Divergence of the cycle's acts.
+            measured: The divergence of the cycle's acts, if it was asked for.
             is_forced: Whether the budget asked for more than the guard allows.
         """
         offsets: Sequence[int] = getattr(act, "offsets", ())
@@ -68,6 +69,7 @@ class ReceiptWriter:
                 n_rows = max(0, int(this.resident.sum()) - act.n_keep)
                 freed = n_rows * facts.bytes_per_row
             is_exact = is_exact or (isinstance(act, Archive) and not this.is_active)
+        kl, kl_reason = (None, "") if measured is None else measured.of(act, facts)
         is_hidden = isinstance(act, Evict) and self._mask_only
         return ActReceipt(
             verb="hide" if is_hidden else _VERBS[type(act)],
@@ -81,6 +83,7 @@ class ReceiptWriter:
             freed_bytes=freed,
             mass=0.0 if segment is None else mass_of(facts, act),
             kl=kl,
+            kl_reason=kl_reason,
             is_forced=is_forced,
             exact=is_exact,
             step=facts.step,

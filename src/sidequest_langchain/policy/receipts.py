@@ -44,7 +44,7 @@ class ActReceipt:
     """Share of the attention of the running path, as last observed, that the rows had."""
     kl: float | None
     """Divergence of the next-token distribution over the canary tokens, nats a token, of all acts
-    of the cycle together; `None` where nothing was measured."""
+    of the cycle together; `None` where nothing was measured, as `kl_reason` says."""
     is_forced: bool
     """Whether the budget left no other choice than to go past the guard's limit."""
     exact: bool
@@ -53,6 +53,8 @@ class ActReceipt:
     """Positions, as runs of first and last."""
     text: str
     """What the rows that went had said; runs are divided by an ellipsis."""
+    kl_reason: str = ""
+    """Why `kl` is `None`, where something was done."""
 
     def to_json(self) -> dict[str, Any]:
         """The receipt as JSON-ready values."""

@@ -15,6 +15,7 @@ from sidequest_langchain.errors import ArchiveError, BudgetExceeded
 from sidequest_langchain.kv.archive import Archive
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.tree import SegmentTree
+from sidequest_langchain.policy.asking import EXACT_ACT
 from sidequest_langchain.policy.monitor import Monitor
 from sidequest_langchain.policy.receipts import ActReceipt, Outcome, runs_of
 
@@ -175,6 +176,7 @@ class Returns:
             freed_bytes=-n_bytes,
             mass=0.0,
             kl=None,
+            kl_reason=EXACT_ACT,
             is_forced=False,
             exact=True,
             step=self._monitor.n_steps,
