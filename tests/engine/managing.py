@@ -81,8 +81,8 @@ def run_together(engine: Engine, requests: Sequence[GenerationRequest]) -> list[
 
 
 def tokens_to(segment: Segment) -> tuple[int, ...]:
-    """The tokens from position 0 to the end of a segment."""
-    return tuple(token for part in segment.path() for token in part.token_ids)
+    """The tokens from position 0 to the end of a segment, cleared or not."""
+    return tuple(int(token) for part in segment.path() for token in part.token_ids)
 
 
 @dataclass

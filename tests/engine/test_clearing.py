@@ -24,7 +24,7 @@ from tests.engine.driving import (
     submit_all,
     token_bytes,
 )
-from tests.engine.managing import TOLERANCE, managed, settle
+from tests.engine.managing import TOLERANCE, Shadow, managed, settle
 from tests.support import oracle
 from tests.support.tiny import FAMILIES
 
@@ -411,3 +411,26 @@ def test_a_request_that_is_cancelled_clears_nothing(make_engine: MakeEngine) -> 
     settle(engine)
     assert engine.kv.usage().n_tokens == before
     assert not acts(engine)
+
+
+def test_managed_and_cleared_logits_are_those_of_all_that_is_masked(
+    make_engine: MakeEngine,
+) -> None:
+    """A policy evicts, the conversation clears: later queries see neither."""
+    engine = make_engine(model_of("llama"), config=managed("h2o", budget_tokens=90))
+    shadow = Shadow(engine)
+    prompt, runs = list(SYSTEM), []
+    for turn in range(4):
+        first = len(prompt)
+        prompt += [*ids(20, seed=70 + turn), *ids(6, seed=80 + turn)]
+        request = asked(prompt, 6)
+        if runs:
+            request = clear(request, *runs)
+        result = run(engine, request)
+        assert result.clearing is None or result.clearing.is_reused
+        runs.append((first, first + 20))
+        prompt += result.token_ids
+    n_blind = shadow.check()
+    assert n_blind > 20
+    assert {r.policy for r in shadow.receipts if r.outcome == "done"} == {"clearing", "h2o"}
+    shadow.check_books()

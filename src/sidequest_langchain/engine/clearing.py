@@ -184,27 +184,22 @@ class Clearer:
     def _clear(self, segment: Segment, plan: _Plan) -> None:
         """Clear what is planned of one segment, with a receipt; what fails leaves it as it was."""
         offsets, names = sorted(plan.work[segment]), plan.names[segment]
-        text = self._text(segment, offsets)
+        seen = seen_offsets(segment)
+        going = [at for at in offsets if at in seen]  # others went before, by a policy
+        text = self._text(segment, going)
         try:
             done = self._core.tree.clear(segment, offsets, is_hidden=self._is_hidden)
         except (MemoryError, RuntimeError, ValueError) as error:  # torch's own is a RuntimeError
             logger.debug("results could not be cleared", exc_info=True)
             why = f"{type(error).__name__}: {error}"
             plan.kept |= dict.fromkeys(names, why)
-            self._tell(segment, offsets, names, "failed", why)
+            self._tell(segment, going, names, "failed", why)
             return
         plan.n_rows += done.n_rows
         plan.freed_bytes += done.freed_bytes
-        self._tell(
-            segment,
-            offsets,
-            names,
-            "done",
-            "a copy is kept" if done.is_copied else "",
-            n_rows=done.n_rows,
-            freed_bytes=done.freed_bytes,
-            text=text,
-        )
+        if going:
+            more = "a copy is kept" if done.is_copied else ""
+            self._tell(segment, going, names, "done", more, freed_bytes=done.freed_bytes, text=text)
 
     def _tell(
         self,
@@ -214,7 +209,6 @@ class Clearer:
         outcome: Outcome,
         more: str,
         *,
-        n_rows: int = 0,
         freed_bytes: int = 0,
         text: str = "",
     ) -> None:
@@ -228,7 +222,7 @@ class Clearer:
                     reason=f"{reason}; {more}" if more else reason,
                     segment_id=segment.segment_id,
                     path=name_of(segment),
-                    n_rows=n_rows or (0 if outcome == "done" else len(offsets)),
+                    n_rows=len(offsets),
                     bits=None,
                     freed_bytes=freed_bytes,
                     mass=0.0,
