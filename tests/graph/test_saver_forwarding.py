@@ -147,10 +147,19 @@ class Pair(RuleBasedStateMachine):
             self.both(lambda s: s.get_tuple(config))
             self.both(lambda s: s.get_delta_channel_history(config=config, channels=["x"]))
 
-    @rule(limit=st.sampled_from([None, 0, 2]), run=st.sampled_from([None, "r1"]))
-    def list(self, limit: int | None, run: str | None) -> None:
+    @rule(
+        thread=THREADS,
+        limit=st.sampled_from([None, 0, 2]),
+        run=st.sampled_from([None, "r1"]),
+        data=st.data(),
+    )
+    def list(self, thread: str, limit: int | None, run: str | None, data: Any) -> None:
+        config = {"configurable": {"thread_id": thread}}
+        before = data.draw(st.sampled_from([None, *self.known]))
         chosen = {"run_id": run} if run else None
-        self.both(lambda s: list(s.list(None, filter=chosen, limit=limit)))
+        self.both(lambda s: list(s.list(config, filter=chosen, before=before, limit=limit)))
+        # In which order threads come is nobody's promise.
+        self.both(lambda s: sorted(str(found) for found in s.list(None, filter=chosen)))
 
     @rule(thread=THREADS)
     def delete_thread(self, thread: str) -> None:
@@ -178,7 +187,7 @@ class Pair(RuleBasedStateMachine):
         assert isinstance(everything, type([]))
 
 
-Pair.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+Pair.TestCase.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
 test_a_wrapped_saver_answers_as_the_bare_one = Pair.TestCase
 
 
