@@ -53,6 +53,8 @@ def test_without_a_policy_nothing_is_managed():
             },
             "compress_first needs tiers",
         ),
+        ({"tiers": Tiers(cpu_bytes=9)}, "tiers are set, but without a policy .* recalled: give"),
+        ({"guard": Guard(max_kl=0.5)}, "guard is set, but without a policy .*: give policy="),
         ({**MANAGED, "compress_first": True}, "frees bytes and no rows: give budget_bytes"),
         ({"trigger": 0.5}, r"target \(0.7\) must be less than trigger \(0.5\)"),
         ({"trigger": 0.7, "target": 0.7}, "must be less than trigger"),

@@ -203,6 +203,9 @@ class CacheConfig(Settings):
             )
         _check_policy(self.policy)
 
+    def _is_set(self, name: str) -> bool:
+        return not self.observe and getattr(self, name) != PARTS[name]()
+
     def _check_contradictions(self) -> None:
         is_managed = self.policy not in (None, "none")
         budgets = (self.budget_tokens, self.budget_bytes, self.budget_share)
@@ -219,6 +222,10 @@ class CacheConfig(Settings):
             "compress_first is set, but there is no policy: give policy='h2o' or another": (
                 self.compress_first and not is_managed
             ),
+            "tiers are set, but without a policy nothing goes there, and nothing can be recalled: "
+            "give policy='staged' or another": self.policy is None and self._is_set("tiers"),
+            "guard is set, but without a policy there is nothing for it to look at: give "
+            "policy='staged' or another": self.policy is None and self._is_set("guard"),
             f"target ({self.target}) must be less than trigger ({self.trigger}): a cycle begins "
             "above the one and ends at the other": self.target >= self.trigger,
             "eviction='per_head' excludes packed rows, since heads then differ in their rows: give "

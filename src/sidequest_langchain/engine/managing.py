@@ -14,9 +14,11 @@ from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.adapter import ModelAdapter
 from sidequest_langchain.engine.pacing import prefill_chunk_of
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
+from sidequest_langchain.errors import ConfigError
 from sidequest_langchain.kv.tree import SegmentTree
 from sidequest_langchain.policy.importance import predictor_for
 from sidequest_langchain.policy.manager import Manager
+from sidequest_langchain.policy.schedule import budget_in_bytes
 
 MOST_BLOCK_ROWS = 256
 """Rows after which a running tip is sealed. What is copied at once, when rows of a segment go,
@@ -41,9 +43,11 @@ def manager_for(
         name: Of the model: chooses what was learned about it.
 
     Raises:
-        ConfigError: There is no policy of that name, or no such weights of a predictor.
+        ConfigError: There is no policy of that name, or no such weights of a predictor; or the
+            budget is a share of a memory that cannot be told.
         ArchiveError: Nothing can be written to the archive's folder.
     """
+    budget_of(adapter, config)
     if not config.is_managed:
         return None
     return Manager(
@@ -81,6 +85,22 @@ def fingerprint(adapter: ModelAdapter, tokenizer: ChatTokenizer | None) -> Mappi
         "adapters": str(active),
         "tokenizer": "" if tokenizer is None else tokenizer.name,
     }
+
+
+def budget_of(adapter: ModelAdapter, config: CacheConfig) -> int | None:
+    """Bytes that may stay resident, a share of the device's memory included; `None` is no limit.
+
+    Raises:
+        ConfigError: The budget is a share of a memory that cannot be told.
+    """
+    device_bytes = memory_of(adapter.device)
+    if config.budget_share is not None and device_bytes is None:
+        msg = (
+            f"budget_share={config.budget_share} is a share of the device's memory, and that of "
+            f"{adapter.device.type!r} cannot be told; give budget_bytes"
+        )
+        raise ConfigError(msg)
+    return budget_in_bytes(config, device_bytes=device_bytes)
 
 
 def memory_of(device: torch.device) -> int | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.adapter import ModelAdapter
+from sidequest_langchain.engine.managing import budget_of
 from sidequest_langchain.engine.scheduler import Share
 from sidequest_langchain.errors import BudgetExceeded
 from sidequest_langchain.kv.segment import Segment
@@ -35,7 +36,8 @@ class Passes:
         self._adapter = adapter
         self._manager = manager
         self._tree = tree
-        self._config = config
+        self._budget_bytes = budget_of(adapter, config)
+        self._budget_tokens = config.budget_tokens
         self._has_warned = False
         self._together: list[Share] = []
         """Shares of the step at hand, which run alone where they failed together."""
@@ -112,14 +114,14 @@ class Passes:
 
     def keep_budget(self, *, n_bytes: int = 0, n_tokens: int = 0) -> None:
         """Release what is idle until so much more fits into the budget."""
-        config, tree = self._config, self._tree
+        tree = self._tree
         if self._manager is not None:
             self._manager.node_ended()
             return
-        if config.budget_bytes is None and config.budget_tokens is None:
+        if self._budget_bytes is None and self._budget_tokens is None:
             return
-        most_bytes = config.budget_bytes or float("inf")
-        most_tokens = config.budget_tokens or float("inf")
+        most_bytes = self._budget_bytes or float("inf")
+        most_tokens = self._budget_tokens or float("inf")
 
         def is_over() -> bool:
             bytes_then, tokens_then = tree.n_bytes + n_bytes, tree.n_tokens + n_tokens
@@ -131,8 +133,8 @@ class Passes:
             logger.warning(
                 "the running requests alone need more than the cache's budget (%s bytes, %s "
                 "tokens): it is exceeded until they end",
-                config.budget_bytes,
-                config.budget_tokens,
+                self._budget_bytes,
+                self._budget_tokens,
             )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.core import EngineCore
+from sidequest_langchain.engine.managing import budget_of
 
 _ENDLESS = float("inf")
 
@@ -16,6 +17,7 @@ class Room:
 
     def __init__(self, core: EngineCore, config: CacheConfig) -> None:
         self._core, self._config = core, config
+        self._budget_bytes = budget_of(core.adapter, config)
 
     def left(self) -> tuple[float, float]:
         """Bytes and rows that may come; without a budget there is no end to them."""
@@ -34,8 +36,6 @@ class Room:
         self._core.tree.sweep(is_over)
 
     def _budget(self) -> tuple[float, float]:
-        manager, config = self._core.manager, self._config
-        if config.observe:
+        if self._config.observe:
             return _ENDLESS, _ENDLESS
-        most_bytes = config.budget_bytes if manager is None else manager.budget_bytes
-        return most_bytes or _ENDLESS, config.budget_tokens or _ENDLESS
+        return self._budget_bytes or _ENDLESS, self._config.budget_tokens or _ENDLESS

@@ -12,6 +12,7 @@ import numpy as np
 
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.errors import BudgetExceeded
+from sidequest_langchain.kinds import TokenKind
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.policy.acts import Act, Archive, Compress, Evict, EvictByHead
 from sidequest_langchain.policy.executor import Executor, Refusal
@@ -152,11 +153,19 @@ class DecisionEngine:
         if facts.unit == "bytes":
             holds = f"{budget:,} bytes (about {holds} at full precision)"
             lacks = f"{int(missing):,} bytes"
+        calls = sum(
+            int((s.resident & ~s.evictable & (s.kinds == TokenKind.TOOL_CALL)).sum())
+            for s in facts.segments
+            if not s.is_idle
+        )
+        is_a_call = self._config.protection.newest_tool_call and 2 * calls > protected
+        which = f" ({calls:,} of them of the newest tool call)" if is_a_call else ""
+        less = "newest_tool_call=False" if is_a_call else "..."
         return (
             f"the cache's budget of {holds} cannot hold this step: {protected:,} rows are "
-            f"protected or in use, and {lacks} more are needed; give a larger budget, protect less "
-            "(CacheConfig(protection=...)), release paths, read prompts in smaller pieces "
-            "(prefill_chunk=...), or send shorter messages"
+            f"protected or in use{which}, and {lacks} more are needed; give a larger budget, "
+            f"protect less (CacheConfig(protection=Protection({less}))), release paths, read "
+            "prompts in smaller pieces (prefill_chunk=...), or send shorter messages"
         )
 
 
