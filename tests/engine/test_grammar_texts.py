@@ -324,6 +324,11 @@ MIXED: list[tuple[Grammar, str, bytes]] = [
         rf"(?:[^!]*!|[^!]*?(?:<t>{JSON_TEXT}){{1,2}}!)",
         b"<t>!",
     ),
+    (
+        Then((OneOf((Then((ARGUMENTS, FreeText(("<t>",)))), Text("x"))), Text("<t>"), ARGUMENTS)),
+        rf"(?:{JSON_TEXT}.*?|x)<t>{JSON_TEXT}",
+        b"<t>{",
+    ),
     (Then((FreeText(("{",)), ARGUMENTS)), rf"[^{{]*{JSON_TEXT}", b"{"),
     (Repeat(ARGUMENTS, 2, 2, "\n"), rf"{JSON_TEXT}\n{JSON_TEXT}", b""),
     (Then((Repeat(ARGUMENTS, 0, 1), Pattern("[0-9]+"))), rf"(?:{JSON_TEXT})?[0-9]+", b""),
