@@ -89,7 +89,7 @@ class Dialect:
         """
         thinking = self.thinking
         is_thinking = thinking is not None and thinking.is_open_in(opened)
-        tools = settings.tools if settings.choosing.mode != "none" else ()
+        tools = settings.tools_told
         forced = _forced(settings)
         # A list of calls in Python cannot be held to JSON schemas: there JSON is forced.
         is_python = self.syntax.style == "python"

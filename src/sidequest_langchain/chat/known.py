@@ -93,13 +93,17 @@ class ReplyFinder:
         said = [one for one in found if one[2].text == one[1].text]
         spans = rendering.spans([(turn, piece) for turn, piece, _ in said]) if said else []
         by_piece = {id(one[1]): span for one, span in zip(said, spans or [], strict=False)}
-        known = (
-            self._of_text(one, by_piece[id(one[1])])
-            if id(one[1]) in by_piece
-            else self._in_place(rendering, one)
-            for one in found
-        )
-        return [one for one in known if one is not None]
+        known: list[Known] = []
+        at = 0
+        for one in found:
+            if id(one[1]) in by_piece:
+                new: Known | None = self._of_text(one, by_piece[id(one[1])])
+            else:
+                new = self._in_place(rendering, one, at)
+            if new is not None:
+                known.append(new)
+                at = new.span.end if new.span is not None else at
+        return known
 
     def superseded(self, rendering: Rendering, known: Sequence[Known]) -> Iterator[str]:
         """Replies from the first one on that is not rendered as it was when it was made.
@@ -123,8 +127,14 @@ class ReplyFinder:
             turn=turn, call_id=call_id, reply=reply, span=span, head=self._head_of(call_id, reply)
         )
 
-    def _in_place(self, rendering: Rendering, found: tuple[Turn, Piece, Reply]) -> Known | None:
-        """A reply that is rendered right behind its own prompt; `None` if nothing can be told."""
+    def _in_place(
+        self, rendering: Rendering, found: tuple[Turn, Piece, Reply], at: int
+    ) -> Known | None:
+        """A reply that is rendered right behind its own prompt; `None` if nothing can be told.
+
+        If its prompt is not known (a thread that came back from a disk), it is the first one from
+        `at` on that stands at the beginning of an assistant's turn.
+        """
         turn, piece, reply = found
         call_id, text = str(piece.call_id), rendering.text
         places = self._places.get(call_id, ())
@@ -133,11 +143,16 @@ class ReplyFinder:
             if is_here and _digest(text[: place.n_chars]) == place.digest:
                 span = Span(place.n_chars, place.n_chars + len(reply.text))
                 return replace(self._of_text(found, span), is_in_place=True)
-        if places and self._dialect().is_reading_of(reply.text, turn):
-            for place in places:
-                if _digest(text[: place.n_before]) == place.digest_before:
-                    return self._of_text(found, None)
-        return None
+        if not self._dialect().is_reading_of(reply.text, turn):
+            return None
+        if any(_digest(text[: place.n_before]) == place.digest_before for place in places):
+            return self._of_text(found, None)
+        opening = rendering.traits.opening
+        start = text.find(opening + reply.text, at) if opening else -1
+        if start < 0:
+            return None
+        start += len(opening)
+        return self._of_text(found, Span(start, start + len(reply.text)))
 
     def _head_of(self, call_id: str, reply: Reply) -> str:
         known, seen = self._heads.get(call_id, (None, ""))

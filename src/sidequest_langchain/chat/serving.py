@@ -111,7 +111,7 @@ class ServedModel(ModelFields):
     ) -> Call:
         settings = settings_for(self._sampling_fields, stop, given)
         config, engine, assembler = self.cache_config, self.engine, self._assembler
-        tools = settings.tools if settings.choosing.mode != "none" else ()
+        tools = settings.tools_told
         prompt = assembler.assemble(
             messages,
             tools,

@@ -86,6 +86,11 @@ class CallSettings:
     constraint: Constraint | Callable[[], Constraint] | None
 
     @property
+    def tools_told(self) -> tuple[Described, ...]:
+        """The tools that the model is told of: none if it may call none."""
+        return self.tools if self.choosing.mode != "none" else ()
+
+    @property
     def is_held(self) -> bool:
         """Whether the answer is held to a grammar."""
         return self.form is not None or self.choosing.mode == "required"
