@@ -100,6 +100,11 @@ class TestIntegration(ChatModelIntegrationTests):
         return True
 
     @property
+    def model_override_value(self) -> str | None:
+        # the peers are made of one model's files or objects
+        return "smollm2-135m" if NAME == "ours" else None
+
+    @property
     def enable_vcr_tests(self) -> bool:
         return True  # there is no traffic to record: the test streams
 

@@ -104,6 +104,29 @@ def test_configurable_fields_change_the_call_and_load_nothing_again(loads):
     assert [name for name, _ in loads] == ["a", "other"]
 
 
+async def test_a_single_call_may_name_another_model(loads):
+    model = SideQuestChatModel(model="a", max_tokens=2)
+    ours, other = model.invoke(ASK), SideQuestChatModel(model="other", max_tokens=2).invoke(ASK)
+    assert ours.content != other.content
+    found = [model.invoke(ASK, model="other"), await model.bind(model="other").ainvoke(ASK)]
+    found += [message_of(model.stream(ASK, model="other"))]
+    found += [message_of([chunk async for chunk in model.astream(ASK, model="other")])]
+    found += [model.bind_tools([], model="other").invoke(ASK)]
+    for message in found:
+        assert message.content == other.content
+        assert message.response_metadata["model_name"] == "other"
+    assert model.invoke(ASK).response_metadata["model_name"] == "a"
+    assert [name for name, _ in loads] == ["a", "other", "other"]
+    assert len(model.engines.live()) == 2
+
+
+def message_of(chunks):
+    first, *others = chunks
+    for chunk in others:
+        first += chunk
+    return first
+
+
 def test_a_model_of_a_name_is_pickled_without_its_weights(loads):
     model = SideQuestChatModel(model="a", max_tokens=2, cache=CacheConfig(budget_tokens=1000))
     text = model.invoke(ASK).content

@@ -18,7 +18,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from sidequest_langchain import SideQuestChatModel
 from tests.support.real import require_real
 
-MODEL = "qwen2.5-coder-0.5b"
+MODEL, OTHER_MODEL = "qwen2.5-coder-0.5b", "smollm2-135m"
 SETTINGS = {"model": MODEL, "temperature": 0.0, "max_tokens": 64}
 
 Details = dict[Literal["invoke", "stream"], list[Any]]
@@ -28,6 +28,7 @@ Details = dict[Literal["invoke", "stream"], list[Any]]
 def weights() -> Iterator[None]:
     """Each test makes chat models of its own; the weights stay loaded between them."""
     require_real(MODEL)
+    require_real(OTHER_MODEL)
     keeper = SideQuestChatModel(**SETTINGS)
     assert keeper.engine
     yield
@@ -54,6 +55,10 @@ class TestIntegration(ChatModelIntegrationTests):
     @property
     def supports_anthropic_inputs(self) -> bool:
         return True
+
+    @property
+    def model_override_value(self) -> str:
+        return OTHER_MODEL
 
     @property
     def enable_vcr_tests(self) -> bool:

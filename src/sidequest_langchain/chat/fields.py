@@ -31,7 +31,8 @@ class ModelFields(Entries):
     """
 
     model: str = DEFAULT_MODEL
-    """A catalogue name, a local directory, a `.gguf` file or a Hub id."""
+    """A catalogue name, a local directory, a `.gguf` file or a Hub id. A single call can name
+    another, which is loaded beside this one."""
     temperature: float = 0.0
     """0 is greedy."""
     max_tokens: int | None = 512

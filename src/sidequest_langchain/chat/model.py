@@ -5,7 +5,7 @@ It must not know how tokens are computed, nor LangGraph beyond what `chat/step.p
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import Any
 
@@ -105,7 +105,7 @@ class SideQuestChatModel(CountingModel):
             settings["tool_choice"] = chosen(tool_choice, known).as_given
         if parallel_tool_calls is not None:
             settings["parallel_tool_calls"] = parallel_tool_calls
-        settings_for(self._sampling_fields, None, settings)
+        settings_for(self._sampling_fields, None, self._named_by(settings)[1])
         return self.bind(**settings)
 
     def with_structured_output(
@@ -136,10 +136,21 @@ class SideQuestChatModel(CountingModel):
         Raises:
             ValueError: An argument is unknown, or arguments contradict each other.
         """
-        settings_for(self._sampling_fields, None, kwargs)
+        settings_for(self._sampling_fields, None, self._named_by(kwargs)[1])
         return structured(
             self, schema, method=method, include_raw=include_raw, strict=strict, given=kwargs
         )
+
+    def _named_by(self, given: Mapping[str, Any]) -> tuple[SideQuestChatModel, dict[str, Any]]:
+        """The model that a call names with `model=...`, and the call's other settings.
+
+        It is this one with other weights, which stay loaded as long as this one is held.
+        """
+        name = given.get("model")
+        if not isinstance(name, str) or name == self.model or self.engines.given is not None:
+            return self, dict(given)  # weights of the caller's cannot be changed: refused later
+        others = {key: value for key, value in given.items() if key != "model"}
+        return self.model_copy(update={"model": name}), others
 
     # -- LangChain's hooks ---------------------------------------------------------------
 
@@ -170,9 +181,10 @@ class SideQuestChatModel(CountingModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        call = self._prepare(messages, stop, run_manager, kwargs)
+        model, given = self._named_by(kwargs)
+        call = model._prepare(messages, stop, run_manager, given)
         results = run_all(call.engine, call.requests)
-        return chat_result(call, results, self.model)
+        return chat_result(call, results, model.model)
 
     async def _agenerate(
         self,
@@ -181,9 +193,10 @@ class SideQuestChatModel(CountingModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        call = await self._aprepare(messages, stop, run_manager, kwargs)
+        model, given = self._named_by(kwargs)
+        call = await model._aprepare(messages, stop, run_manager, given)
         results = await arun_all(call.engine, call.requests)
-        return chat_result(call, results, self.model)
+        return chat_result(call, results, model.model)
 
     def _stream(
         self,
@@ -192,9 +205,10 @@ class SideQuestChatModel(CountingModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        call = self._prepare(messages, stop, run_manager, kwargs)
+        model, given = self._named_by(kwargs)
+        call = model._prepare(messages, stop, run_manager, given)
         request = _only(call.requests)
-        maker = ChunkMaker(call, request, self.model)
+        maker = ChunkMaker(call, request, model.model)
         with closing(call.engine.stream(request)) as events:
             for event in events:
                 for chunk in maker.chunks_of(event):
@@ -209,9 +223,10 @@ class SideQuestChatModel(CountingModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        call = await self._aprepare(messages, stop, run_manager, kwargs)
+        model, given = self._named_by(kwargs)
+        call = await model._aprepare(messages, stop, run_manager, given)
         request = _only(call.requests)
-        maker = ChunkMaker(call, request, self.model)
+        maker = ChunkMaker(call, request, model.model)
         async with aclosing(call.engine.astream(request)) as events:
             async for event in events:
                 for chunk in maker.chunks_of(event):
