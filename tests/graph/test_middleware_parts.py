@@ -6,11 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from langchain.agents.middleware import ModelRequest, ModelResponse
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 
+from sidequest_langchain import SideQuestMiddleware
 from sidequest_langchain.chat.clearing import is_cleared
-from sidequest_langchain.graph.conversations import MOST_CONVERSATIONS, Conversations, Place
+from sidequest_langchain.config import CacheConfig
+from sidequest_langchain.graph.conversations import (
+    MOST_BRANCHES,
+    MOST_CONVERSATIONS,
+    Conversations,
+    Place,
+)
 from sidequest_langchain.graph.middleware_edits import ClearingRule, as_text_only
+from sidequest_langchain.labels import PathSelector
 
 HERE = Place("t", ("model",))
 
@@ -152,6 +161,13 @@ class TestConversations:
             book.hold(HERE, names(*held.split()))
         assert book.replaced(HERE, names("u1", "a1", "u2", "a2", "u9")) == ()
 
+    def test_back_to_a_branch_that_was_forgotten(self) -> None:
+        book = Conversations()
+        book.hold(HERE, names("u1", "a1", "u2", "a2"))
+        for i in range(MOST_BRANCHES):
+            book.hold(HERE, names("S1", "a2", f"v{i}", f"a-{i}"))
+        assert book.replaced(HERE, names("u1", "a1", "u2", "a2", "u9")) == ()
+
     def test_a_summary_of_one_of_two_branches(self) -> None:
         book = Conversations()
         for held in ("u1 a1 u2 a2", "u1 a1 u9 a9"):
@@ -195,3 +211,84 @@ class TestConversations:
         message = AIMessage("a", id="run-1", response_metadata={"sidequest": {"call_id": "sq-1"}})
         book.hold(HERE, [human("u1"), message])
         assert book.replaced(HERE, names("S1", "u2")) == ("sq-1",)
+
+
+class Served:
+    """What the middleware needs of a chat model, and what it asked to release."""
+
+    def __init__(self) -> None:
+        self.released: list[tuple[str | None, str]] = []
+        self.engines = self
+        self.cache_config = CacheConfig()
+        self.kv = self
+
+    def live(self) -> tuple[Served, ...]:
+        return (self,)
+
+    def post_release(self, selector: PathSelector, *, reason: str, name: str) -> None:
+        assert selector.path_id == name
+        self.released.append((name, reason))
+
+
+def called(
+    middleware: SideQuestMiddleware,
+    model: Any,
+    messages: list[BaseMessage],
+    answer: AIMessage | Exception,
+) -> ModelRequest[Any]:
+    """One call by way of the middleware; the request as the model got it."""
+    got: list[ModelRequest[Any]] = []
+
+    def handler(request: ModelRequest[Any]) -> ModelResponse[Any]:
+        got.append(request)
+        if isinstance(answer, Exception):
+            raise answer
+        return ModelResponse(result=[answer])
+
+    request = ModelRequest(model=model, messages=messages, state={"messages": messages})
+    middleware.wrap_model_call(request, handler)
+    return got[0]
+
+
+class TestCalls:
+    def test_a_call_that_fails_gives_nothing_back_yet(self) -> None:
+        served, middleware = Served(), SideQuestMiddleware()
+        called(middleware, served, names("u1"), said("a1"))
+        called(middleware, served, names("u1", "a1", "u2"), said("a2"))
+        now = names("S1", "a2", "u3")
+        with pytest.raises(RuntimeError, match="broke"):
+            called(middleware, served, now, RuntimeError("broke"))
+        assert served.released == []
+        called(middleware, served, now, said("a3"))
+        assert served.released == [("a1", "replaced in the conversation")]
+        called(middleware, served, [*now, *names("a3", "u4")], said("a4"))
+        assert len(served.released) == 1
+
+    @pytest.mark.parametrize(
+        ("given", "calls", "expected"),
+        [(True, (), ["a1", "a2"]), (True, ("c1",), []), (None, (), []), (False, (), [])],
+    )
+    def test_the_end_of_an_agent(
+        self, given: bool | None, calls: tuple[str, ...], expected: list[str]
+    ) -> None:
+        served = Served()
+        middleware = SideQuestMiddleware(release_on_end=given)
+        called(middleware, served, names("u1", "a1", "u2"), said("a2", *calls))
+        assert [name for name, _ in served.released] == expected
+
+    @pytest.mark.parametrize("on_edit", ["recompute", "reuse"])
+    def test_what_the_model_is_told(self, on_edit: Any) -> None:
+        middleware = SideQuestMiddleware(on_edit=on_edit)
+        request = called(middleware, Served(), names("u1"), said("a1"))
+        assert request.model_settings == {"on_edit": on_edit}
+        other = called(middleware, object(), names("u1"), said("a1"))
+        assert other.model_settings == {}
+
+    def test_the_cache_may_be_another_models(self) -> None:
+        """Of a model behind a router, say: what is called is not known to have a cache."""
+        served = Served()
+        middleware = SideQuestMiddleware(release_on_end=True)
+        middleware._served = served
+        request = called(middleware, object(), names("u1", "a1"), said("a2"))
+        assert request.model_settings == {}
+        assert [name for name, _ in served.released] == ["a1", "a2"]
