@@ -26,6 +26,8 @@ DESIGNED = {
     "akeep_only",
     "abacktrack",
     "current_step",
+    "SideQuestSaver",
+    "SideQuestMiddleware",
     "CacheConfig",
     "Protection",
     "Schedule",
