@@ -65,6 +65,7 @@ HANDS_ON = {
     "cycle",
     "deciding",
     "executor",
+    "foreseeing",
     "gathering",
     "guard",
     "limits",

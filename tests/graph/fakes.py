@@ -33,6 +33,7 @@ class FakeKV:
         self.paths: dict[int, StepLabel] = {}
         self.serial = 0
         self.posted: list[tuple[PathSelector, str]] = []
+        self.foreseen: list[PathSelector] = []
         self.is_held = False
         """Releases wait for `let_go`, as for an engine that is busy."""
         self._waiting: list[Any] = []
@@ -72,6 +73,12 @@ class FakeKV:
             self._waiting.append(release)
         else:
             release()
+        return future
+
+    def post_prefetch(self, selector: PathSelector) -> Future[tuple[()]]:
+        self.foreseen.append(selector)
+        future: Future[tuple[()]] = Future()
+        future.set_result(())
         return future
 
     def let_go(self) -> None:

@@ -93,6 +93,7 @@ class Engine:
         self._clearer = Clearer(self._core, self.tokenizer, is_hidden=self.config.mask_only)
         files = ThreadFiles(self._core, self.tokenizer, self.config)
         self.kv = KVSegments(self._core, self._clearer.log, files)
+        self._core._scheduler.foresee = self.kv.prefetcher.prompt
         give_workers_back()
         self._core.start()
         # Also at exit of the interpreter: a thread inside of torch must not outlive it.

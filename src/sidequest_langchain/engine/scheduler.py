@@ -87,6 +87,10 @@ class Scheduler:
         self._n_guesses = n_guesses
         self._guess_room = guess_room
         self._prepare = prepare
+        self.foresee: Callable[[str, TokenIds[int]], None] = lambda scope, ids: None
+        """Told of the scope and the ids of a path that has to wait, once."""
+        self._n_foreseen = 0
+        """Serial of the first sequence that may not have been told of."""
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn."""
@@ -124,6 +128,10 @@ class Scheduler:
                 failed.append((sequence, error))
         delayed.extend(self.waiting)
         self.waiting = delayed
+        for sequence in delayed:
+            if sequence.serial is not None and sequence.serial >= self._n_foreseen:
+                self._n_foreseen = sequence.serial + 1
+                self.foresee(sequence.request.scope, sequence.request.prompt_ids)
         return failed
 
     def _begin(self, sequence: Sequence) -> None:

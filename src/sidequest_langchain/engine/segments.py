@@ -15,6 +15,7 @@ from sidequest_langchain.engine.core import EngineCore
 from sidequest_langchain.engine.drawing import draw
 from sidequest_langchain.engine.naming import info_of, named
 from sidequest_langchain.engine.pin import Pin
+from sidequest_langchain.engine.prefetching import Prefetcher
 from sidequest_langchain.engine.saving import ThreadFiles, saved_file
 from sidequest_langchain.engine.tokenizer import Template
 from sidequest_langchain.errors import ConfigError
@@ -48,6 +49,7 @@ class KVSegments:
     def __init__(self, core: EngineCore, log: ReceiptLog, files: ThreadFiles) -> None:
         self._core, self._files = core, files
         self._template: Template | None = None
+        self.prefetcher = Prefetcher(core)
         self._receipts: deque[ReleaseReceipt | ActReceipt] = deque(maxlen=N_RECEIPTS)
         self._observers: list[Observer] = []
         core.tree.on_release = self._note
@@ -162,6 +164,18 @@ class KVSegments:
             return manager.recall([p.tip for p in tree.select(selector)], reason)
 
         return tuple(self._core.call(recall).result())
+
+    def prefetch(self, path: str, *, thread_id: str | None = None) -> tuple[ActReceipt, ...]:
+        """Bring back what idled in a slower tier of the paths named `path`, before they go on.
+
+        Exact. Does nothing where the budget has no room without giving something up, and where
+        there are no tiers: what is missing comes back, or is computed, when it is read.
+        """
+        return self.post_prefetch(named(path, thread_id)).result()
+
+    def post_prefetch(self, selector: PathSelector) -> Future[tuple[ActReceipt, ...]]:
+        """Ask for a prefetch without waiting for it; what is on disk is read by another thread."""
+        return self.prefetcher.paths(selector)
 
     def manage(self) -> tuple[ActReceipt, ...]:
         """Run a management cycle now, and return what it did.

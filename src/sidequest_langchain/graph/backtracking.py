@@ -93,6 +93,8 @@ def _leave(
             )
             raise ConfigError(msg)
         names = names or _way_down(place, to)
+        for watch in place.watches:
+            watch.foresee((to,))
     return ask(place, names, reason, immediate=immediate, back_to=to)
 
 

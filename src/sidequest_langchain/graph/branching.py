@@ -50,6 +50,7 @@ def branch(
     place = here(config)
     for watch in place.watches:
         watch.open_branch(id, parent)
+        watch.foresee((id,) if parent is None else (id, parent))
     token = BRANCH.set((id, parent))
     try:
         yield id

@@ -5,7 +5,7 @@ It must not know what the helper wants.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
@@ -31,6 +31,10 @@ class Watch:
     def open_branch(self, branch: str, parent: str | None) -> None:
         """A branch was opened in the run."""
         self.lifecycle.open_branch(self.run_id, self.thread_id, branch, parent)
+
+    def foresee(self, branches: Sequence[str]) -> None:
+        """Branches are about to go on in the run's thread."""
+        self.lifecycle.foresee(self.thread_id, branches)
 
     def read_branches(self, read: Callable[[BranchLedger], tuple[str, ...]]) -> tuple[str, ...]:
         """What `read` finds in the branches of the run's thread."""

@@ -45,6 +45,9 @@ class Cache(Protocol):
     ) -> Future[ReleaseReceipt]:
         """Ask for a release."""
 
+    def post_prefetch(self, selector: PathSelector) -> Future[Any]:
+        """Say that paths are about to go on."""
+
     def segments(self, thread_id: str | None = None) -> list[SegmentInfo]:
         """What is resident."""
 
@@ -148,6 +151,13 @@ class Lifecycle:
         """A branch was opened in a run, on a thread."""
         with self._lock:
             self._book.open_branch(run_id, thread_id, branch, parent)
+
+    def foresee(self, thread_id: str | None, branches: Sequence[str]) -> None:
+        """Branches are about to go on: what idles of them in slower tiers may come back."""
+        for cache in self._caches():
+            for branch in branches:
+                with suppress(EngineClosedError):
+                    cache.post_prefetch(PathSelector(path_id=branch, thread_id=thread_id))
 
     def read_branches(
         self,

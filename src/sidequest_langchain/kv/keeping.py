@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from sidequest_langchain.kv import by_head
+from sidequest_langchain.kv.archive_file import Contents
+from sidequest_langchain.kv.layout import KVLayout
 from sidequest_langchain.kv.packed import PackedBlock
 from sidequest_langchain.kv.packing import PackingTree
 from sidequest_langchain.kv.residency import Archived, Residency, is_in_all_heads, rows_at
@@ -18,6 +20,11 @@ from sidequest_langchain.kv.storage import Storage
 
 class KeepingTree(PackingTree):
     """A tree that can copy rows to its archive and bring them back."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        super().__init__(layout)
+        self.read_ahead: dict[str, Contents] = {}
+        """Copies that somebody has read from the archive already, by the keys of their tickets."""
 
     def archive_rows(self, segment: Segment, offsets: Iterable[int]) -> bool:
         """Copy the rows of some tokens to the archive; exact. They stay where they are.
@@ -172,7 +179,7 @@ class KeepingTree(PackingTree):
             ]
             if not pairs:
                 continue
-            tensors, meta = self.archive.get(a.ticket)
+            tensors, meta = self.read_ahead.get(a.ticket.key) or self.archive.get(a.ticket)
             if a.bits is None:
                 dense.append((Storage.from_tensors(tensors, self.layout), pairs))
                 held |= {at for at, _ in pairs}

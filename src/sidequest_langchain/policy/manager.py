@@ -15,6 +15,7 @@ from sidequest_langchain.policy.cycle import Cycles
 from sidequest_langchain.policy.deciding import DecisionEngine
 from sidequest_langchain.policy.executor import Executor
 from sidequest_langchain.policy.facts import Reason
+from sidequest_langchain.policy.foreseeing import Foresight
 from sidequest_langchain.policy.gathering import Gatherer, running_tips
 from sidequest_langchain.policy.guard import Canary, Forward
 from sidequest_langchain.policy.importance import Predictor
@@ -110,6 +111,8 @@ class Manager:
         tree.most_joined_rows = block_rows
         tree.archive = self._archive = archive_for(config, fingerprint())
         self._returns = Returns(tree, self.monitor, make_room=self._make_room_to_return)
+        due, refresh = self._cycles.is_due, self._refresh_fingerprint
+        self.foresight = Foresight(tree, self._returns, self.log, is_due=due, refresh=refresh)
         self._is_adaptive = config.interval == "adaptive"
         self._interval = FIRST_INTERVAL if self._is_adaptive else int(config.interval)
         self._has_sealed = False
@@ -118,11 +121,6 @@ class Manager:
         self._begun = 0.0
         self.seconds = 0.0
         """Spent on management, the monitor's part of a forward pass not counted."""
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """Bytes that may stay resident; a budget in tokens counts rows beside it."""
-        return self._cycles.limits.budget_bytes
 
     # -- around a step -------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ class Returns:
         Raises:
             BudgetExceeded: There is no room for all of it; nothing came back.
         """
-        self._make_room(sum(self._bytes_away(s) for s in segments if not s.is_open))
+        self._make_room(sum(self.bytes_away(s) for s in segments if not s.is_open))
         return [
             receipt
             for segment in segments
@@ -102,15 +102,25 @@ class Returns:
         away = self._left_idle(scope, ids)
         n_rows = sum(s.n_tokens - s.n_resident for s in away)
         receipts: list[ActReceipt] = []
-        if away and self.costs.is_restore_cheaper(sum(map(self._bytes_away, away)), n_rows):
+        if away and self.costs.is_restore_cheaper(sum(map(self.bytes_away, away)), n_rows):
             for segment in self._with_room(scope, ids):
-                receipts.append(self._restore(segment, "a path comes back to it"))
+                receipts.append(self.bring_back(segment, "a path comes back to it"))
                 if receipts[-1].outcome != "done":
                     break
-                self._monitor.notes_of(segment).is_archived_idle = False
         for segment in self._left_idle(scope, ids)[:1]:
             self._tree.release_subtree(segment)
         return receipts
+
+    def bring_back(self, segment: Segment, reason: str) -> ActReceipt:
+        """Bring back the rows of a segment that left while nobody read them; exact."""
+        receipt = self._restore(segment, reason)
+        if receipt.outcome == "done":
+            self._monitor.notes_of(segment).is_archived_idle = False
+        return receipt
+
+    def is_left_idle(self, segment: Segment) -> bool:
+        """Whether rows of a segment left while nobody read them."""
+        return bool(segment.archived) and self._monitor.notes_of(segment).is_archived_idle
 
     def _left_idle(self, scope: str, ids: Sequence[int]) -> list[Segment]:
         """Segments on the way to a path's beginning whose rows left while nobody read them."""
@@ -118,7 +128,7 @@ class Returns:
         return [
             segment
             for segment in (found.path() if found is not None and n else ())
-            if segment.archived and self._monitor.notes_of(segment).is_archived_idle
+            if self.is_left_idle(segment)
         ]
 
     def _with_room(self, scope: str, ids: Sequence[int]) -> list[Segment]:
@@ -130,7 +140,7 @@ class Returns:
         try:
             while True:
                 away = self._left_idle(scope, ids)
-                n_bytes = sum(map(self._bytes_away, away))
+                n_bytes = sum(map(self.bytes_away, away))
                 if n_bytes <= n_made:
                     return away
                 self._make_room(n_bytes)
@@ -139,7 +149,7 @@ class Returns:
             logger.debug("no room for what was to come back", exc_info=True)
             return []
 
-    def _bytes_away(self, segment: Segment) -> int:
+    def bytes_away(self, segment: Segment) -> int:
         """What the copies of a segment's rows take once they are back."""
         full = self._tree.layout[0].dtype.itemsize * 8
         shares = [
