@@ -116,11 +116,5 @@ class Foresight:
         return tuple(receipts)
 
     def _is_wanted(self, segment: Segment, before: list[ActReceipt]) -> bool:
-        """Whether it still idles there, and all before it has come back."""
-        is_idle = _is_there(segment) and self._returns.is_left_idle(segment)
-        return is_idle and all(r.outcome == "done" for r in before)
-
-
-def _is_there(segment: Segment) -> bool:
-    """Whether the tree has the segment still."""
-    return segment.parent is not None and segment in segment.parent.children
+        """Whether it still idles there (what was freed does not), and all before it came back."""
+        return self._returns.is_left_idle(segment) and all(r.outcome == "done" for r in before)
