@@ -100,11 +100,7 @@ class Foresight:
         receipts: list[ActReceipt] = []
         try:
             for segment, n_bytes, n_rows in foreseen.segments:
-                if (
-                    archive is not None
-                    and _is_there(segment)
-                    and self._is_wanted(segment, receipts)
-                ):
+                if archive is not None and self._is_wanted(segment, receipts):
                     receipts.append(self._returns.bring_back(segment, REASON))
                 tree.promise(-n_bytes, -n_rows)
         finally:
