@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sidequest_langchain.engine.engine import Engine
+from sidequest_langchain.kv.clearing import ClearedId
 from tests.engine.driving import PATIENCE_S
 from tests.engine.managing import tokens_to
 from tests.kv.archiving import same_bits
@@ -31,6 +32,7 @@ def _of(segment: Any) -> dict[str, Any]:
     found = {
         "start": segment.start,
         "n_tokens": segment.n_tokens,
+        "cleared": [n for n, t in enumerate(segment.token_ids) if isinstance(t, ClearedId)],
         "kinds": bytes(segment.kinds),
         "labels": sorted(str(p.label) for p in segment.paths),
         "kept": segment.kept,

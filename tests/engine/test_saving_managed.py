@@ -10,6 +10,7 @@ import torch
 from sidequest_langchain.config import Guard, Tiers
 from sidequest_langchain.errors import BudgetExceeded
 from sidequest_langchain.policy.manager import EXACT
+from tests.engine.clearing import asked, clear
 from tests.engine.driving import ask, ids, model_of, right_answer, stored
 from tests.engine.managing import managed, run
 from tests.engine.saved import assert_same, contents
@@ -270,3 +271,25 @@ def test_a_managed_budget_is_kept_and_nothing_is_lost_for_it(make_engine, tmp_pa
     assert not other.kv.run_receipt().n_acts
     other.kv.check_integrity()
     assert other.kv.usage().n_tokens == 43
+
+
+def test_what_a_conversation_cleared_stays_cleared(make_engine, tmp_path):
+    """Without a policy too; whoever cleared nothing does not build on it."""
+    engine, other = (make_engine(model_of(LLAMA)) for _ in range(2))
+    prompt, spans = ids(70), (20, 50)
+    first = run(engine, asked(prompt, call="one", thread="t"))
+    more = [*prompt, *first.token_ids, *ids(6, seed=4)]
+    second = run(engine, clear(asked(more, call="two", thread="t"), spans))
+    last = [*more, *second.token_ids, *ids(6, seed=5)]
+    engine.kv.save("t", tmp_path)
+    kept = contents(engine)
+    other.kv.load(tmp_path, "t")
+    other.kv.check_integrity()
+    assert_same(contents(other), kept)
+    assert sum(len(one["cleared"]) for one in kept.values()) == 30
+    one, two = (run(e, clear(asked(last, thread="t"), spans)) for e in (engine, other))
+    assert one.n_reused_tokens == two.n_reused_tokens > 50
+    assert one.token_ids == two.token_ids
+    whole = run(other, ask(last, 8, thread="t"))
+    assert whole.n_reused_tokens == 20
+    assert whole.token_ids == right_answer(LLAMA, last, 8)
