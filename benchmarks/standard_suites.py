@@ -2,6 +2,7 @@
 
     python -m benchmarks.standard_suites --model qwen2.5-coder-0.5b
     python -m benchmarks.standard_suites --contestants ours --failures
+    python -m benchmarks.standard_suites --from runs.jsonl --docs README.md
 
 Each contestant is tested by pytest in a process of its own. Where that process dies, the test that
 ran counts as crashed, and the others go on in a new process. The last line of the output is one
@@ -23,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from sidequest_langchain.evaluation.pages import write_between
 from sidequest_langchain.models.catalogue import DEFAULT_MODEL
 
 from .lineup import source_of, why_absent
@@ -174,17 +176,39 @@ def _one_process(
     return " / ".join(lines[-3:])
 
 
-def table(found: Mapping[str, Outcomes]) -> str:
+Counts = Mapping[str, Mapping[str, int]]
+"""By suite, and of both: how many tests had which outcome."""
+
+
+def counts_of(outcomes: Outcomes) -> Counts:
+    """What became of the tests of one contestant."""
+    return {suite or "both": outcomes.counts(suite) for suite in (*SUITES.values(), None)}
+
+
+def counts_in(log: Path) -> dict[str, Counts]:
+    """The counts of each contestant, from the last lines of earlier runs; the newest holds.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It holds something else.
+    """
+    found: dict[str, Counts] = {}
+    for line in log.read_text(encoding="utf-8").splitlines():
+        for name, one in json.loads(line)["contestants"].items():
+            found[name] = one["counts"]
+    return {name: found[name] for name in CONTESTANTS if name in found}
+
+
+def table(found: Mapping[str, Counts]) -> str:
     """The counts, a row for each contestant and suite, in Markdown."""
     lines = [
         "| chat model | suite | passed | failed | skipped | crashed |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    for name, outcomes in found.items():
-        for suite in (*SUITES.values(), None):
-            counts = outcomes.counts(suite)
+    for name, suites in found.items():
+        for suite, counts in suites.items():
             numbers = " | ".join(str(counts[outcome]) for outcome in OUTCOMES)
-            lines.append(f"| {CONTESTANTS.get(name, name)} | {suite or 'both'} | {numbers} |")
+            lines.append(f"| {CONTESTANTS.get(name, name)} | {suite} | {numbers} |")
     return "\n".join(lines)
 
 
@@ -192,14 +216,13 @@ def document(
     model: str, found: Mapping[str, Outcomes], absent: Mapping[str, str]
 ) -> dict[str, Any]:
     """All of it, for the last line."""
-    suites = (*SUITES.values(), None)
     return {
         "model": model,
         "langchain_tests": version("langchain-tests"),
         "machine": describe(),
         "contestants": {
             name: {
-                "counts": {suite or "both": outcomes.counts(suite) for suite in suites},
+                "counts": counts_of(outcomes),
                 "not_passed": {
                     test.split("::", 1)[-1]: {"outcome": outcomes.by_test[test], "why": why}
                     for test, why in outcomes.why.items()
@@ -218,7 +241,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), metavar="A,B")
     parser.add_argument("--failures", action="store_true", help="also name what did not pass")
     parser.add_argument("--patience", type=float, default=600.0, metavar="S", help="for one test")
+    parser.add_argument("--from", dest="log", type=Path, metavar="FILE", help="run nothing")
+    parser.add_argument("--docs", type=Path, metavar="DOC", help="put the table into this page")
     asked = parser.parse_args(argv)
+    if asked.log is not None:
+        _tell(table(counts_in(asked.log)), asked.docs)
+        return 0
     names = [name for name in asked.contestants.split(",") if name]
     unknown = [name for name in names if name not in CONTESTANTS]
     if unknown:
@@ -241,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if why is not None:
             absent[name] = why
             print(f"{CONTESTANTS[name]}: {why}", file=sys.stderr, flush=True)
-    print(table(found))
+    _tell(table({name: counts_of(outcomes) for name, outcomes in found.items()}), asked.docs)
     if asked.failures:
         for name, outcomes in found.items():
             for test, why in outcomes.why.items():
@@ -250,6 +278,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(json.dumps(document(asked.model, found, absent), ensure_ascii=False))
     ours = found.get("ours")
     return int(ours is not None and bool(ours.counts()["failed"] + ours.counts()["crashed"]))
+
+
+def _tell(text: str, page: Path | None) -> None:
+    print(text)
+    if page is not None:
+        write_between(page, "suites", text)
 
 
 if __name__ == "__main__":

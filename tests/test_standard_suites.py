@@ -116,3 +116,29 @@ def test_the_suites_of_ours_are_found_whole(monkeypatch):
     assert set(outcomes.by_test.values()) == {"passed"}
     assert outcomes.counts("unit")["passed"] == outcomes.counts("integration")["passed"] == 1
     assert list(CONTESTANTS) == ["ours", "chathf", "llamacpp"]
+
+
+def test_a_page_is_made_from_earlier_runs(tmp_path, capsys):
+    ours = Outcomes(by_test={"f::TestUnit::a": "passed", "f::TestIntegration::b": "skipped"})
+    peer = Outcomes(by_test={"f::TestUnit::a": "failed"})
+    runs = [
+        standard_suites.document("m", {"ours": peer}, {}),
+        standard_suites.document("m", {"llamacpp": peer}, {}),
+        standard_suites.document("m", {"ours": ours}, {}),
+    ]
+    log, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
+    log.write_text("".join(json.dumps(run) + "\n" for run in runs), encoding="utf-8")
+    page.write_text("a\n<!-- suites: begin -->\nold\n<!-- suites: end -->\nz\n", encoding="utf-8")
+
+    assert standard_suites.main(["--from", str(log), "--docs", str(page)]) == 0
+
+    text = page.read_text(encoding="utf-8")
+    assert "old" not in text
+    assert text.startswith("a\n")
+    assert text.endswith("z\n")
+    # The newest run of each; ours first.
+    assert "| SideQuestChatModel | unit | 1 | 0 | 0 | 0 |" in text
+    assert "| ChatLlamaCpp | both | 0 | 1 | 0 | 0 |" in text
+    assert text.index("SideQuestChatModel") < text.index("ChatLlamaCpp")
+    assert text.count("SideQuestChatModel | unit") == 1
+    assert "| SideQuestChatModel | both | 1 | 0 | 1 | 0 |" in capsys.readouterr().out
