@@ -136,6 +136,20 @@ def test_int8_weights_are_other_weights(make_engine, folder):
         engine.kv.load(folder, "t")
 
 
+def test_int8_weights_made_twice_are_the_same(make_engine, tmp_path):
+    def made():
+        model = tiny_model(LLAMA, hidden_size=256, intermediate_size=256, head_dim=64)
+        quantise_weights(model, list(range(60)))
+        return make_engine(model)
+
+    engine, other = made(), made()
+    result = run(engine, ask(ids(40), 6, thread="t"))
+    engine.kv.save("t", tmp_path)
+    other.kv.load(tmp_path, "t")
+    prompt = [*ids(40), *result.token_ids, *ids(5, seed=1)]
+    assert run(other, ask(prompt, 6)).token_ids == run(engine, ask(prompt, 6)).token_ids
+
+
 def test_where_a_model_came_from_does_not_matter(make_engine, folder):
     model = tiny_model(LLAMA)
     model.config._name_or_path = model.name_or_path = "/elsewhere"
