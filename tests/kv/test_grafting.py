@@ -125,6 +125,16 @@ def test_what_stands_on_nothing_is_left_out(mine, theirs, gone):
             assert ended[path.label.call_id].startswith(text_of(path))
 
 
+def test_what_is_there_in_part_is_nothing_to_stand_on(grove):
+    source = Grove()
+    source.run("abcd", "one")
+    source.run("abcdef", "two")
+    grove.run("ab", "mine")
+    done = joined(source, grove, leaves_out={0})
+    assert (done.n_paths, done.n_bytes) == (0, 0)
+    assert grove.drawing() == "ab"
+
+
 def test_a_path_whose_end_was_swept_moves_on_to_it(grove):
     source = Grove()
     source.run("abc", "one")
