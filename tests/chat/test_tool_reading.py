@@ -88,7 +88,7 @@ SOUND = [
     (HERMES, "a < b and <tool", "a < b and <tool", []),
     (HERMES, "<tool_call>", "", []),
     (HERMES, "<tool_call>\n</tool_call> So.", "So.", []),
-    # Without tags: a call if that is the whole answer.
+    # Without tags: calls if they are the whole answer.
     (HERMES, ADD, "", [ADDED]),
     (HERMES, f"\n{ADD} \n", "", [ADDED]),
     (HERMES, fenced(ADD), "", [ADDED]),
@@ -98,7 +98,37 @@ SOUND = [
     (HERMES, f"{ADD}\nSo it is.", f"{ADD}\nSo it is.", []),
     (HERMES, f"{fenced(ADD)}\nSo.", f"{fenced(ADD)}\nSo.", []),
     (HERMES, f"So: {ADD}", f"So: {ADD}", []),
-    (HERMES, f"{ADD}\n{FIND}", f"{ADD}\n{FIND}", []),
+    (HERMES, f"{ADD}\n{FIND}", "", [ADDED, FOUND]),
+    (HERMES, f"{ADD},\n{FIND};{ADD} ", "", [ADDED, FOUND, ADDED]),
+    (HERMES, f"{ADD}{FIND}", "", [ADDED, FOUND]),
+    (HERMES, fenced(f"{ADD}\n\n{FIND}"), "", [ADDED, FOUND]),
+    (HERMES, f"{fenced(ADD)}\n{fenced(FIND)}", "", [ADDED, FOUND]),
+    (HERMES, f"{ADD}\n{fenced(FIND)}", "", [ADDED, FOUND]),
+    (HERMES, f"[{ADD}, {FIND}]", "", [ADDED, FOUND]),
+    (HERMES, fenced(f"[\n  {ADD},\n  {FIND}\n]"), "", [ADDED, FOUND]),
+    (HERMES, f"<tools>\n{ADD}\n</tools>\n<tools>\n{FIND}\n</tools>", "", [ADDED, FOUND]),
+    *[
+        (HERMES, text, text, [])
+        for text in (
+            f"{ADD}\n{FIND}\nSo.",
+            f"{ADD} and {FIND}",
+            f"{ADD}\n{FIND[:-1]}",
+            f"{ADD},",
+            f"{ADD},,{FIND}",
+            f",{ADD}",
+            f"[{ADD}",
+            f"{ADD}]",
+            f"[{fenced(ADD)}]",
+            f"[{ADD},]",
+            f"{ADD}\n```",
+            f"{fenced(ADD)}\n```python\nadd()\n```",
+            f'{ADD}\n{{"name": "Ann", "arguments": {{}}}}',
+            f'{ADD}\n{{"name": "look_up"}}',
+            "[]",
+            "[1] A note.",
+            "```\n```",
+        )
+    ],
     (HERMES, '{"name": "Ann", "arguments": {}}', '{"name": "Ann", "arguments": {}}', []),
     (HERMES, '{"name": "add"}', '{"name": "add"}', []),
     (HERMES, '{"name": "add", "age": 3}', '{"name": "add", "age": 3}', []),
@@ -117,6 +147,7 @@ SOUND = [
     (LLAMA, '{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADDED]),
     (LLAMA, f"<|python_tag|>{ADD}; {FIND}", "", [ADDED, FOUND]),
     (LLAMA, f"{ADD}\n{FIND}", "", [ADDED, FOUND]),
+    (LLAMA, f"[{ADD}, {FIND}]", "", [ADDED, FOUND]),
     (LLAMA, f"{ADD} So.", "So.", [ADDED]),
     (LLAMA, '{"name": "Ann"}', '{"name": "Ann"}', []),
     (LLAMA, '{"city": "Oslo"}', '{"city": "Oslo"}', []),
@@ -266,10 +297,15 @@ def test_calls_beyond_the_most_are_dropped():
     assert taken(read([text], syntax=HERMES, n_most_calls=1)[2]) == ([ADDED], [])
 
 
+@pytest.mark.parametrize("text", [f"{ADD}\n{FIND}", f"{ADD}\n{FIND[:-5]}", f"[{ADD},", f"{ADD},"])
+def test_what_is_dropped_of_a_row_may_be_cut_off(text):
+    assert taken(read([text], syntax=HERMES, n_most_calls=1)[2]) == ([ADDED], [])
+
+
 PIECES = [
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<tool", "[TOOL_CALLS]", "[ARGS]", "```",
-    "json", "<tools>", "</tools>", ADD, FIND, ADD[:30], FIND[-9:], '{"name": "add"', ", ", "}", "{",
-    "[", "]", "\n", " ", "\n\n", "add", "[add(", "a=1", ")]", '"', "'", "\\", "So.", "城", ";",
+    "json", "<tools>", ",", "</tools>", ADD, FIND, ADD[:30], FIND[-9:], '{"name": "add"', ", ", "}",
+    "{", "[", "]", "\n", " ", "\n\n", "add", "[add(", "a=1", ")]", '"', "'", "\\", "So.", "城", ";",
 ]  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from sidequest_langchain.chat.tool_events import (
     CallBegun,
     CallText,
@@ -15,6 +17,7 @@ class CallSink:
     """Takes calls one after the other.
 
     Attributes:
+        n_most: How many are taken; the others are dropped.
         n_begun: Calls so far, sound or not, without those beyond the most that may be.
         problems: Why a call is not sound, by its index.
     """
@@ -22,7 +25,7 @@ class CallSink:
     def __init__(self, n_most: int | None = None) -> None:
         self.n_begun = 0
         self.problems: dict[int, str] = {}
-        self._n_most = n_most
+        self.n_most = math.inf if n_most is None else n_most
         self._events: list[ReplyEvent] = []
         self._index = -1
         self._is_kept = False
@@ -33,7 +36,7 @@ class CallSink:
         """A call begins."""
         self._flush()
         self._index += 1
-        self._is_kept = self._n_most is None or self._index < self._n_most
+        self._is_kept = self._index < self.n_most
         self._arguments = []
         if self._is_kept:
             self.n_begun += 1
