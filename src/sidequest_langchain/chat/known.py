@@ -91,6 +91,7 @@ class ReplyFinder:
         ]
         # An edited copy of a message keeps its id: the text decides.
         said = [one for one in found if one[2].text == one[1].text]
+        can_be_told = {id(one[1]) for one in said}  # by marks, if the template leaves them alone
         spans = rendering.spans([(turn, piece) for turn, piece, _ in said]) if said else []
         by_piece = {id(one[1]): span for one, span in zip(said, spans or [], strict=False)}
         known: list[Known] = []
@@ -99,7 +100,7 @@ class ReplyFinder:
             if id(one[1]) in by_piece:
                 new: Known | None = self._of_text(one, by_piece[id(one[1])])
             else:
-                new = self._in_place(rendering, one, at)
+                new = self._in_place(rendering, one, None if id(one[1]) in can_be_told else at)
             if new is not None:
                 known.append(new)
                 at = new.span.end if new.span is not None else at
@@ -128,14 +129,16 @@ class ReplyFinder:
         )
 
     def _in_place(
-        self, rendering: Rendering, found: tuple[Turn, Piece, Reply], at: int
+        self, rendering: Rendering, found: tuple[Turn, Piece, Reply], at: int | None
     ) -> Known | None:
         """A reply that is rendered right behind its own prompt; `None` if nothing can be told.
 
         If its prompt is not known (a thread that came back from a disk), it is the first one from
-        `at` on that stands at the beginning of an assistant's turn.
+        `at` on that stands at the beginning of an assistant's turn; `None`: it is not looked for.
         """
         turn, piece, reply = found
+        if not turn.tool_calls and not reply.text.rstrip().endswith(piece.text.rstrip()):
+            return None  # edited: what was said may only be how it begins
         call_id, text = str(piece.call_id), rendering.text
         places = self._places.get(call_id, ())
         for place in places:
@@ -148,7 +151,7 @@ class ReplyFinder:
         if any(_digest(text[: place.n_before]) == place.digest_before for place in places):
             return self._of_text(found, None)
         opening = rendering.traits.opening
-        start = text.find(opening + reply.text, at) if opening else -1
+        start = text.find(opening + reply.text, at) if opening and at is not None else -1
         if start < 0:
             return None
         start += len(opening)
