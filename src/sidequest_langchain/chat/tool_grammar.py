@@ -68,7 +68,9 @@ def after_thought(grammar: Grammar, thinking: Thinking | None, *, lead: str) -> 
 def _call(syntax: Syntax, tool: Described) -> Grammar:
     name = json.dumps(name_of(tool), ensure_ascii=False)[1:-1]
     parts = (
-        Text(f"{syntax.before}{name}{syntax.between}"),
+        Text(syntax.before),
+        Text(name, is_spelled=True),
+        Text(syntax.between),
         Schema.of(closed(dict(schema_of(tool)))),
         *((Text(syntax.after),) if syntax.after else ()),
     )

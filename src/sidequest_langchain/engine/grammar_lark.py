@@ -83,10 +83,8 @@ class _Writer:
         """A part as a row of parts, none of them a `Then`, each special token on its own."""
         if isinstance(part, Then):
             return [piece for each in part.parts for piece in self._flat(each)]
-        if isinstance(part, Text):
+        if isinstance(part, Text) and not part.is_spelled:
             return self._pieces(part.text)
-        if isinstance(part, Choice) and not self._is_regular(part):
-            return [OneOf(tuple(map(Text, part.options)))]
         return [part]
 
     def _pieces(self, text: str) -> list[_Part]:
@@ -164,11 +162,9 @@ class _Writer:
             return all(map(self._is_regular, part.parts))
         if isinstance(part, Repeat):
             return self._is_regular(part.part) and self._is_plain(part.separator)
-        if isinstance(part, Choice):
-            return all(map(self._is_plain, part.options))
         if isinstance(part, Text):
-            return self._is_plain(part.text)
-        return isinstance(part, (Pattern, FreeText))
+            return part.is_spelled or self._is_plain(part.text)
+        return isinstance(part, (Choice, Pattern, FreeText))
 
     def _is_plain(self, text: str) -> bool:
         return self._cut is None or self._cut.search(text) is None

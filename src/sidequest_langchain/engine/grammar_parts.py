@@ -23,6 +23,8 @@ class Text:
     """
 
     text: str
+    is_spelled: bool = False
+    """Whether it is somebody's words, in which no special token is meant: it is spelled out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of these texts."""
+    """One of these texts; special tokens that they name are spelled out."""
 
     options: tuple[str, ...]
 
