@@ -82,7 +82,7 @@ def name_of(tool: Described) -> str:
 def schema_of(tool: Described) -> Mapping[str, Any]:
     """JSON schema of the arguments: an object."""
     given: Mapping[str, Any] = tool["function"].get("parameters") or {}
-    return {"type": "object", "properties": {}} | dict(given)
+    return {"properties": {}} | dict(given) | {"type": "object"}
 
 
 def chosen(tool_choice: Any, tools: Sequence[Described]) -> Choosing:
@@ -149,10 +149,28 @@ def _described(tool: Any, strict: bool | None) -> Described:  # noqa: FBT001
         )
         raise RequestError(msg) from error
     function = found.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
         msg = f"{tool!r} is no tool that this model could call; give one with a name and a schema"
         raise RequestError(msg)
+    _check_arguments(name, found["function"].get("parameters"))
     return found
+
+
+def _check_arguments(name: str, schema: Any) -> None:
+    """The arguments of a call are an object.
+
+    Raises:
+        RequestError: The schema is none, or of something else.
+    """
+    is_schema = schema is None or isinstance(schema, Mapping)
+    kinds = (schema or {}).get("type", "object") if is_schema else None
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        msg = (
+            f"the arguments of the tool {name!r} must be a JSON schema of an object, found "
+            f"{schema!r}; give {{'type': 'object', 'properties': {{...}}}}"
+        )
+        raise RequestError(msg)
 
 
 def _without_notes(schema: Any) -> Any:
