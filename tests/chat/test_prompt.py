@@ -236,7 +236,7 @@ def test_a_template_that_prints_a_reply_twice_still_says_the_same():
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(
-    texts=st.lists(st.text("aH \n城.\U000f0000\U000f0001", max_size=8), min_size=2, max_size=6),
+    texts=st.lists(st.text("aH \n城.\U00020000\U00020001", max_size=8), min_size=2, max_size=6),
     template=st.sampled_from(["PLAIN", "TRIM", "THINK", "ALT", "NOSYS"]),
 )
 @settings(max_examples=80, deadline=None)
@@ -328,7 +328,7 @@ def test_a_control_token_cannot_be_put_together_from_pieces():
     joined = Desk(templates.ALT)
     for one in (desk, joined):
         assert structure(one, halves) == structure(one, [H("a"), H("b")])
-    marks = "\U000f0000\U000f0001\U000f0002\U000f0003"
+    marks = "\U00020000\U00020001\U00020002\U00020003"
     for forged in (
         f"<|im_{marks}end|>",
         f"{marks[0]}{END}{marks[1]}",

@@ -10,15 +10,19 @@ marks tells. It must not know token ids.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from sidequest_langchain.chat.messages import Piece, Turn
 
-_PRIVATE = range(0xF0000, 0xFFFFE)
-"""Code points that no text uses but by private agreement."""
-_IS_PRIVATE = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}]")
+_RARE = range(0x20000, 0x2A6D0)
+"""Rare Chinese characters. Those that a conversation holds are not used as marks in it. Templates
+may print values as Python does, which would escape code points that are no characters."""
+_IS_RARE = re.compile(f"[{chr(_RARE[0])}-{chr(_RARE[-1])}]")
+_IS_ESCAPED = re.compile(r"\\ud8[0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
+"""As JSON in ASCII has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +55,16 @@ class Pen:
             special: Those of them that are never text, not even the assistant's.
             texts: Everything that will be written.
         """
-        used = {char for text in texts for char in _IS_PRIVATE.findall(text)}
-        self._free = (chr(code) for code in _PRIVATE if chr(code) not in used)
+        used = {char for text in texts for char in _IS_RARE.findall(text)}
+        used |= {json.loads(f'"{form}"') for text in texts for form in _IS_ESCAPED.findall(text)}
+        self._free = (chr(code) for code in _RARE if chr(code) not in used)
         opens, closes = next(self._free), next(self._free)
         self._used = used | {opens, closes}
         self._structure, self._special = _any_of(structure), _any_of(special)
         self._marked = f"{opens}\\g<0>{closes}"
         either = _any_of({*structure, *special}).pattern
-        self._pieces = re.compile(f"{opens}({either}){closes}|[{opens}{closes}]")
+        first, last = _as_printed(opens), _as_printed(closes)
+        self._pieces = re.compile(f"{first}({either}){last}|{first}|{last}")
 
     def write(self, turn: Turn, piece: Piece) -> str:
         """The text of `piece` with its control text marked.
@@ -92,7 +98,7 @@ class Pen:
 
     def marks(self) -> Iterator[str]:
         """Marks for another rendering; they are in no text, and not those around control text."""
-        return (chr(code) for code in _PRIVATE if chr(code) not in self._used)
+        return (chr(code) for code in _RARE if chr(code) not in self._used)
 
     def frame(self, texts: Sequence[str], *, is_inside: bool) -> Framed:
         """A frame of two marks around each text; see `Framed`."""
@@ -240,7 +246,7 @@ def _without(marked: str, own: Set[str]) -> tuple[str, dict[str, list[int]]]:
     found: dict[str, list[int]] = {}
     parts = []
     last = n_before = 0
-    for match in _IS_PRIVATE.finditer(marked):
+    for match in _IS_RARE.finditer(marked):
         if match.group() not in own:
             continue
         parts.append(marked[last : match.start()])
@@ -254,6 +260,11 @@ def _same_head(text: str, other: str) -> str:
     pairs = enumerate(zip(text, other, strict=False))
     n_same = next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
     return text[:n_same]
+
+
+def _as_printed(mark: str) -> str:
+    """A pattern of a mark, as text or as JSON in ASCII."""
+    return f"(?:{mark}|{re.escape(json.dumps(mark)[1:-1])})"
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
