@@ -5,6 +5,7 @@ It must not know a template or a tokenizer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,6 +164,8 @@ def _assistant(message: AIMessage) -> Turn:
             arguments = block.get("input") or {}
             name, call_id = str(block.get("name")), block.get("id")
             calls.append(ToolCall(name=name, arguments=arguments, call_id=call_id))
+    for call in calls:
+        _check_arguments(call)
     return Turn(
         role="assistant",
         pieces=(Piece(_text_of(message), reply_id(message), kind=TokenKind.ANSWER),),
@@ -170,6 +173,24 @@ def _assistant(message: AIMessage) -> Turn:
         tool_calls=tuple(calls),
         name=message.name,
     )
+
+
+def _check_arguments(call: ToolCall) -> None:
+    """Templates print what they are given: some fail on what is no JSON, some make it up.
+
+    Raises:
+        MessageError: The arguments of a call are no JSON object.
+    """
+    try:
+        is_json = isinstance(call.arguments, Mapping) and bool(json.dumps(call.arguments))
+    except (TypeError, ValueError, RecursionError):
+        is_json = False
+    if not is_json:
+        msg = (
+            f"the arguments of a call of {call.name!r} are no JSON object: {call.arguments!r}; "
+            "give them as json.loads would return them"
+        )
+        raise MessageError(msg)
 
 
 def _reasoning_of(message: AIMessage) -> str:
