@@ -87,16 +87,19 @@ class SideQuestSaver(ForwardingSaver):
         Args:
             config: Of the checkpoint, as from `graph.get_state_history(...)`; without a
                 `checkpoint_id`, of the thread's latest.
+
+        Raises:
+            ConfigError: It names no thread.
         """
+        config = _named(config)
         found = self.inner.get_tuple(config)
-        return self._held(
-            config, found, Lineage(self.inner.list(_on(config["configurable"]["thread_id"])))
-        )
+        return self._held(config, found, Lineage(self.inner.list(_on(_thread_of(config)))))
 
     async def akv_of(self, config: RunnableConfig) -> CheckpointKV:
         """As `kv_of`."""
+        config = _named(config)
         found = await self.inner.aget_tuple(config)
-        lineage = await self._alineage(config["configurable"]["thread_id"])
+        lineage = await self._alineage(_thread_of(config))
         return await asyncio.to_thread(self._held, config, found, lineage)
 
     # -- files -------------------------------------------------------------------------------
@@ -273,6 +276,18 @@ class SideQuestSaver(ForwardingSaver):
 def _on(thread_id: Any) -> RunnableConfig:
     """All checkpoints of a thread, in whichever namespace."""
     return {"configurable": {"thread_id": thread_id}}
+
+
+def _named(config: RunnableConfig) -> RunnableConfig:
+    """A checkpoint's config with the thread's id as text, as LangGraph gives it to savers."""
+    place = config.get("configurable") if isinstance(config, dict) else None
+    if not isinstance(place, dict) or place.get("thread_id") is None:
+        msg = (
+            f"a checkpoint is named by a config with a thread_id, found {config!r}; give "
+            "{'configurable': {'thread_id': ...}}"
+        )
+        raise ConfigError(msg)
+    return {"configurable": {**place, "thread_id": str(place["thread_id"])}}
 
 
 def _thread_of(config: RunnableConfig) -> str:
