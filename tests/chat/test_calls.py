@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -388,6 +389,29 @@ def test_several_prompts_run_at_once_and_the_usage_is_summed(make_chat):
     assert usage["completion_tokens"] == n_out
     assert usage["total_tokens"] == usage["prompt_tokens"] + n_out
     assert len(result.run) == 3
+
+
+def test_several_prompts_of_one_call_share_passes(make_chat):
+    chat = make_chat()
+    prompts = [MESSAGES, [H("Another")], [H("Third")]]
+    most, forward = [0], chat.engine._core.adapter.forward
+
+    def counting(rows, *args, **given):
+        most[0] = max(most[0], len(rows))
+        return forward(rows, *args, **given)
+
+    chat.engine._core.adapter.forward = counting
+    # The engine waits until all of them are there: run one by one, the second never comes.
+    n_waiting, submit = threading.Barrier(len(prompts), timeout=20), type(chat.engine).submit
+
+    def together(*args, **given):
+        n_waiting.wait()
+        return submit(chat.engine, *args, **given)
+
+    chat.engine.submit = together
+    result = chat.generate(prompts)
+    assert len(result.generations) == 3
+    assert most == [3]
 
 
 @pytest.mark.parametrize("streaming", [True, None])

@@ -192,6 +192,28 @@ def test_short_pieces_cost_few_calls(calls, text, load_rows, monkeypatch):
         torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=2e-5)
 
 
+def test_packed_pieces_of_a_kind_are_loaded_with_one_call(monkeypatch):
+    """Blocks of 4 and of 8 bits take turns on the path: two loads a layer, not one for each."""
+    loads = Counter()
+    for owner in (PackedRows, PackedBlock):
+
+        def counting(self, layer, *args, _load=owner.load, _owner=owner):
+            loads[_owner, layer] += 1
+            return _load(self, layer, *args)
+
+        monkeypatch.setattr(owner, "load", counting)
+    world = World(2)
+    grove, path, _ = managed_path(world, n_pieces=12, n_rows=20)
+    fed = Fed(path, "a")
+    plan = StepPlan([fed.row(grove.tree)])
+    loads.clear()
+    for layer in range(len(HEADS)):
+        features = features_for(world, (None,) * 3, None, False)(layer)
+        attend_layer(world, plan, [fed], layer, features)
+    assert {bits for s in path.tip.path() for bits in [b.bits for b in s.packed]} == {4, 8}
+    assert loads == {(PackedRows, layer): 2 for layer in range(len(HEADS))}
+
+
 def test_long_rows_in_a_storage_are_not_copied(calls, monkeypatch):
     world = World(2)
     grove, path, _ = managed_path(world, n_pieces=6, n_rows=20)

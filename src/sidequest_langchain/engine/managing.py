@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.adapter import ModelAdapter
@@ -82,9 +83,19 @@ def fingerprint(adapter: ModelAdapter, tokenizer: ChatTokenizer | None) -> Mappi
         "config": hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),
         "dtype": str(adapter.layout[0].dtype),
         "weights": hashlib.blake2b(json.dumps(weights).encode(), digest_size=16).hexdigest(),
-        "adapters": str(active),
+        "adapters": str(active) + _switches(model),
         "tokenizer": "" if tokenizer is None else tokenizer.name,
     }
+
+
+def _switches(model: nn.Module) -> str:
+    """Which adapters act in each layer that has some, and whether they are off; asked as in PEFT."""
+    found = [
+        (name, str(module.active_adapters), module.disable_adapters)
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "disable_adapters", None), bool)
+    ]
+    return hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest() if found else ""
 
 
 def budget_of(adapter: ModelAdapter, config: CacheConfig) -> int | None:
