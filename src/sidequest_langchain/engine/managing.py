@@ -89,7 +89,7 @@ def fingerprint(adapter: ModelAdapter, tokenizer: ChatTokenizer | None) -> Mappi
 
 
 def _switches(model: nn.Module) -> str:
-    """Which adapters act in each layer that has some, and whether they are off; asked as in PEFT."""
+    """Which adapters act in each layer that has some, and whether they are off, as in PEFT."""
     found = [
         (name, str(module.active_adapters), module.disable_adapters)
         for name, module in model.named_modules()
