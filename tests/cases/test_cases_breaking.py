@@ -193,6 +193,15 @@ def test_a_tool_that_no_call_could_fit_is_refused(make_chat: MakeChat, tool: Any
     assert one.chat.invoke("x", max_tokens=2).id
 
 
+@pytest.mark.parametrize("shape", [BaseModel, int, list[int], "x", 5, [], None], ids=str)
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_what_is_no_shape_is_a_value_error(make_chat: MakeChat, shape: Any, method: Any):
+    one = make_one(make_chat)
+    with pytest.raises(ValueError, match="schema"):
+        one.chat.with_structured_output(shape, method=method)
+    assert one.n_bytes == 0
+
+
 OBJECT = CHOSEN | {"additionalProperties": False}
 
 

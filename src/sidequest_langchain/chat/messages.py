@@ -181,13 +181,14 @@ def _check_arguments(call: ToolCall) -> None:
     Raises:
         MessageError: The arguments of a call are no JSON object.
     """
+    given: Any = call.arguments
     try:
-        is_json = isinstance(call.arguments, Mapping) and bool(json.dumps(call.arguments))
+        is_json = isinstance(given, Mapping) and bool(json.dumps(given))
     except (TypeError, ValueError, RecursionError):
         is_json = False
     if not is_json:
         msg = (
-            f"the arguments of a call of {call.name!r} are no JSON object: {call.arguments!r}; "
+            f"the arguments of a call of {call.name!r} are no JSON object: {given!r}; "
             "give them as json.loads would return them"
         )
         raise MessageError(msg)

@@ -18,6 +18,8 @@ from typing_extensions import is_typeddict
 
 _NAMELESS = "answer"
 """What a schema without a title is called."""
+_BARE = (pydantic.BaseModel, pydantic.v1.BaseModel)
+"""Classes without a schema."""
 _ALWAYS_IN_PART = ("allOf", "not", "if", "then", "else", "dependentSchemas", "$ref")
 _BESIDE_PROPERTIES = ("anyOf", "oneOf")
 """Below and beside these an object may be described in part: what one place does not name,
@@ -57,7 +59,7 @@ def shape_of(given: Any) -> Shape:
     Raises:
         ValueError: It is none of these.
     """
-    if isinstance(given, type) and is_basemodel_subclass(given):
+    if isinstance(given, type) and is_basemodel_subclass(given) and given not in _BARE:
         return _of_class(given)
     if is_typeddict(given):
         schema = convert_to_json_schema(given)

@@ -278,7 +278,7 @@ def _on(thread_id: Any) -> RunnableConfig:
     return {"configurable": {"thread_id": thread_id}}
 
 
-def _named(config: RunnableConfig) -> RunnableConfig:
+def _named(config: Any) -> RunnableConfig:
     """A checkpoint's config with the thread's id as text, as LangGraph gives it to savers."""
     place = config.get("configurable") if isinstance(config, dict) else None
     if not isinstance(place, dict) or place.get("thread_id") is None:
