@@ -227,6 +227,7 @@ class Clearer:
                     freed_bytes=freed_bytes,
                     mass=0.0,
                     kl=None,
+                    kl_reason="you asked for this act: no guard weighs it",
                     is_forced=False,
                     exact=False,
                     step=self._core.counters.n_steps,
