@@ -19,7 +19,6 @@ from sidequest_langchain import SideQuestMiddleware, SideQuestSaver, attach
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.errors import (
     ConfigError,
-    GrammarError,
     MessageError,
     RequestError,
     SavedThreadError,
@@ -269,21 +268,17 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_schema_is_followed_or_refused(make_chat: MakeChat, name: str):
+def test_an_odd_schema_is_followed(make_chat: MakeChat, name: str):
     one = make_one(make_chat, max_tokens=80, schema_in_prompt=False)
     form = {"type": "json_schema", "json_schema": {"name": "odd", "schema": ODD[name]}}
-    whole = 0
+    n_whole = 0
     for seed in range(4):
-        try:
-            answer = one.chat.invoke("x", response_format=form, seed=seed, temperature=2.0)
-        except GrammarError:
-            break
+        answer = one.chat.invoke("x", response_format=form, seed=seed, temperature=2.0)
         if answer.response_metadata["finish_reason"] == "stop":
             jsonschema.validate(json.loads(answer.text), ODD[name])
-            whole += 1
+            n_whole += 1
         assert n_special(one, one.answered(answer)) == 0
-    else:
-        assert whole or name in ("recursive", "root")
+    assert n_whole or name in ("recursive", "root")
     one.chat.kv.check_integrity()
 
 
