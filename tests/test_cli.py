@@ -103,6 +103,12 @@ class TestPull:
         assert done.stderr.startswith("error: no model is known as 'smollm-135m'; did you mean")
         assert done.stderr.count("\n") == 1
 
+    def test_a_name_like_no_other_is_answered_in_whole_sentences(self, capsys):
+        assert cli.main(["pull", "nothing"]) == 1
+
+        found = capsys.readouterr().err
+        assert found.startswith("error: no model is known as 'nothing'. Names in the catalogue: ")
+
     @pytest.mark.parametrize("option", ["--force", "--verify", "--keep-gguf"])
     def test_options_that_are_for_the_catalogue(self, capsys, option):
         assert cli.main(["pull", "./x.gguf", option]) == 2

@@ -99,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sidequest {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_pull(commands)
-    commands.add_parser("models", help="list the catalogue, and what is on this machine")
+    models = "list the catalogue, and what is on this machine"
+    commands.add_parser("models", help=models, description=f"{models.capitalize()}.")
     commands.add_parser("demo", help="run the Tree-of-Thoughts travel planner", add_help=False)
     commands.add_parser("bench", help="measure this package and its peers", add_help=False)
     commands.add_parser(

@@ -235,11 +235,11 @@ def _parser(more: Mapping[str, tuple[Task, Solve]]) -> argparse.ArgumentParser:
     add(
         "--policies",
         metavar="A,B",
-        help=f"default: {','.join(POLICIES)}; also {', '.join(_OTHERS)}",
+        help=f"default: {', '.join(POLICIES)}; also {', '.join(_OTHERS)}",
     )
     add("--budgets", default=",".join(map(str, BUDGETS)), metavar="X,Y",
         help="shares of the full cache's bytes (%(default)s)")  # fmt: skip
-    add("--tasks", metavar="A,B", help=f"default: {','.join(TASKS)}{also}")
+    add("--tasks", metavar="A,B", help=f"default: {', '.join(TASKS)}{also}")
     add("--samples", type=int, default=5, metavar="N", help="samples of a task (%(default)s)")
     add("--tokens", type=int, default=1500, metavar="N",
         help="tokens of a sample's context, about (%(default)s)")  # fmt: skip

@@ -120,9 +120,9 @@ CATALOGUE: dict[str, CatalogueEntry] = {entry.name: entry for entry in _ENTRIES}
 def unknown_model(reference: str) -> UnknownModelError:
     """The error for a name that means nothing here, with the nearest name that does."""
     near = difflib.get_close_matches(reference.lower(), CATALOGUE, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return UnknownModelError(
-        f"no model is known as {reference!r}; {hint}Names in the catalogue: "
+        f"no model is known as {reference!r}{hint} Names in the catalogue: "
         f"{', '.join(CATALOGUE)}. Otherwise give a local directory (./my-model), "
         "a .gguf file, or a Hub id (owner/name)"
     )
