@@ -173,6 +173,15 @@ EXACT_PIECES = [
     ("pin", 5, ("ask", 5, [29, 19], 18)),
 ]
 """Traces in which pieces that were read as one were copied beside too much else."""
+UNLIKE_HEADS = [
+    ("ask", 5, [90], 5),
+    ("ask", 4, [29, 10, 3], 6),
+    ("exact", 9, 14, 6),
+    ("ask", 7, [90], 4),
+    ("ask", 7, [4, 9, 5], 10),
+    ("pin", 2, ("ask", 6, [23, 12, 15], 11)),
+]
+"""A trace in which a cut leaves one head with fewer rows than another has protected ones."""
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -185,6 +194,7 @@ EXACT_PIECES = [
 @given(ops=st.lists(OPS, min_size=3, max_size=8), n_rows=st.integers(110, 200))
 @example(ops=LONG_PIECES, n_rows=139)
 @example(ops=EXACT_PIECES, n_rows=125)
+@example(ops=UNLIKE_HEADS, n_rows=129)
 def test_random_traces_keep_the_budget(mode, ops, n_rows):
     from sidequest_langchain.engine.engine import Engine
 

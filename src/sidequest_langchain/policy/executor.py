@@ -135,7 +135,9 @@ class Executor:
         for act in acts:
             segment = segments[act.segment_id]
             if isinstance(act, EvictByHead):
-                found[segment] = what_if.kept_by_head(segment, self._keep(act, facts, segment))
+                keep = self._keep(act, facts, segment)
+                if keep is not None:
+                    found[segment] = what_if.kept_by_head(segment, keep)
             elif isinstance(act, Compress):
                 found[segment] = what_if.repacked(
                     segment, act.offsets, act.bits, self._exempt, parts=found.get(segment)
@@ -154,7 +156,10 @@ class Executor:
         if isinstance(act, Release):
             return Done(act, segment, tree.release_leaf(segment))
         if isinstance(act, EvictByHead):
-            return Done(act, segment, tree.evict_by_head(segment, self._keep(act, facts, segment)))
+            keep = self._keep(act, facts, segment)
+            if keep is None:
+                return Done(act, segment, 0, why_not="a head would lose rows that are protected")
+            return Done(act, segment, tree.evict_by_head(segment, keep))
         if isinstance(act, Compress):
             freed = tree.compress(segment, act.offsets, act.bits, self._exempt)
             return Done(act, segment, freed)
@@ -167,8 +172,12 @@ class Executor:
             return Done(act, segment, 0, why_not="no tier has room for a copy")
         return Done(act, segment, tree.evict(segment, act.offsets), is_copied)
 
-    def _keep(self, act: EvictByHead, facts: CacheFacts, segment: Segment) -> Tensor:
-        """Which tokens each head of each layer keeps, long `[L, H, n_keep]`, ascending."""
+    def _keep(self, act: EvictByHead, facts: CacheFacts, segment: Segment) -> Tensor | None:
+        """Which tokens each head of each layer keeps, long `[L, H, n_keep]`, ascending.
+
+        `None` if one head holds fewer rows than another has protected ones: a cut between rows
+        that heads chose for themselves leaves them with unlike numbers, and all must keep as many.
+        """
         this = facts.segment(act.segment_id)
         layout = self._tree.layout
         n_layers, n_heads = len(layout), layout[0].n_kv_heads
@@ -185,8 +194,10 @@ class Executor:
             table[~held[..., :n]] = -1.0
         else:
             table[..., torch.from_numpy(~this.resident)] = -1.0
-        n_protected = int(protected.sum())
+        n_protected = int((table == float("inf")).sum(-1).max())
         n_held = int((table >= 0).sum(-1).min())
+        if n_protected > n_held:
+            return None
         n_keep = min(max(act.n_keep, n_protected), n_held)
         return table.topk(n_keep, dim=-1).indices.sort(-1).values
 
