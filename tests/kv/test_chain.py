@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from sidequest_langchain.errors import CacheCorrupted
-from sidequest_langchain.kv import chain, tree_attention
+from sidequest_langchain.kv import bunches, chain, tree_attention
 from sidequest_langchain.kv.integrity import check_integrity
 from sidequest_langchain.kv.partial_cpu import cpu_partial
 from sidequest_langchain.kv.storage import Storage
@@ -125,6 +125,7 @@ def test_a_shared_storage_is_one_block(monkeypatch):
         made.append(k.shape[1])
         return cpu_partial(q, k, v, **given)
 
+    monkeypatch.setattr(bunches, "COPY_BYTES", 0)  # blocks of any size stay where they are
     monkeypatch.setattr(chain, "MOST_BLOCKS", 1)
     monkeypatch.setitem(tree_attention._PARTIALS, "cpu", counting)
     world = World(0)
