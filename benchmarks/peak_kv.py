@@ -4,8 +4,9 @@
     python -m benchmarks.peak_kv --model smollm2-135m --calls 8 --trips 1     # a smoke run
 
 * planner: trips by beam search. Unmanaged, its calls are fed again with nothing given up; managed,
-  a pruned branch is released, and what lives on is held to a budget. At most 25 % is wanted, with
-  as many trips solved.
+  a pruned branch is released, and what lives on is held to a budget; of each branch the last
+  `--planner-window` tokens stay at full precision. At most 25 % is wanted, with as many trips
+  solved.
 * agent: a conversation with the results of `--calls` tool calls, questions in between, on the full
   cache and held to a budget. At most 35 % is wanted, with as many answers right.
 
@@ -19,6 +20,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from langchain_core.messages import ToolMessage
@@ -26,7 +28,7 @@ from langchain_core.messages import ToolMessage
 from examples.tree_of_thoughts.generator import generate
 from examples.tree_of_thoughts.planner import Run, Watcher, run_planner
 from examples.tree_of_thoughts.search import Limits
-from sidequest_langchain import CacheConfig, SideQuestChatModel
+from sidequest_langchain import CacheConfig, Protection, SideQuestChatModel
 from sidequest_langchain.evaluation.agents import AGENTS
 from sidequest_langchain.evaluation.conversing import Outcome, converse
 from sidequest_langchain.evaluation.sample import Sample, Task, sample_of
@@ -52,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=3, help="agent's conversations")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--planner-budget", type=float, default=0.24, help="share of the unmanaged peak"
+        "--planner-budget", type=float, default=0.2, help="share of the unmanaged peak"
+    )
+    parser.add_argument(
+        "--planner-window", type=int, default=16, help="recent tokens at full precision, a branch"
     )
     parser.add_argument("--agent-budget", type=float, default=0.33, help="likewise")
     args = parser.parse_args(argv)
@@ -90,7 +95,10 @@ def _planner(args: argparse.Namespace) -> dict[str, Any]:
         assert free.kept is not None
         unmanaged = free.kept.peak_bytes
         _say(f"planner: trip {seed}, managed")
-        cache = _managed(args.planner_budget, unmanaged)
+        # A thought is short and its siblings are many: the last 50 tokens of each would be most
+        # of the tree.
+        window = Protection(recent_window=args.planner_window)
+        cache = replace(_managed(args.planner_budget, unmanaged), protection=window)
         run = _with_model(args.model, cache, lambda model: plan(model, is_replayed=False))
         rows.append(
             {
