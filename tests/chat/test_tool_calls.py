@@ -254,12 +254,16 @@ def test_several_calls_may_be_forced(make_chat):
     assert {a.content for a in answers} == {""}
 
 
-def test_one_call_at_a_time_if_that_is_asked(make_chat, model):
-    chat = make_chat(model=model, template=HERMES, max_tokens=200)
-    bound = chat.bind_tools(TOOLS, parallel_tool_calls=False)
+@pytest.mark.parametrize(
+    ("of_model", "of_call", "n_calls"),
+    [(None, False, 1), (False, None, 1), (False, True, 2), (None, None, 2)],
+)
+def test_one_call_at_a_time_if_that_is_asked(make_chat, model, of_model, of_call, n_calls):
+    chat = make_chat(model=model, template=HERMES, max_tokens=200, parallel_tool_calls=of_model)
+    bound = chat.bind_tools(TOOLS, parallel_tool_calls=of_call)
     with replying(chat, f"{REPLIES['hermes']}\n{REPLIES['hermes']}", model):
         message = bound.invoke(ASK)
-    assert len(message.tool_calls) == 1
+    assert len(message.tool_calls) == n_calls
 
 
 def test_with_no_choice_there_are_no_tools(make_chat, model):

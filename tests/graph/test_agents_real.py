@@ -7,12 +7,11 @@ since behind results of tools it writes calls and never a sentence.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
@@ -80,32 +79,14 @@ class Found(BaseModel):
     treasure: str = Field(description="What the treasure is.")
 
 
-class OneCallAtATime(AgentMiddleware[Any, Any, Any]):
-    """Takes the first call of an answer; the others would have guessed its result."""
-
-    def wrap_model_call(
-        self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
-    ) -> ModelResponse[Any]:
-        return handler(self._single(request))
-
-    async def awrap_model_call(
-        self,
-        request: ModelRequest[Any],
-        handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
-    ) -> ModelResponse[Any]:
-        return await handler(self._single(request))
-
-    def _single(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        settings = {**request.model_settings, "parallel_tool_calls": False}
-        return request.override(model_settings=settings)
-
-
 @pytest.fixture(scope="module")
 def model() -> Iterator[SideQuestChatModel]:
     """Threads share prefixes: each way computes what no way before it had."""
     require_real(MODEL)
     config = CacheConfig(isolation="shared", retain="thread")
-    made = SideQuestChatModel(model=MODEL, temperature=0.0, max_tokens=40, cache=config)
+    # The first call of an answer counts; the others would have guessed its result.
+    given = {"temperature": 0.0, "max_tokens": 40, "parallel_tool_calls": False}
+    made = SideQuestChatModel(model=MODEL, cache=config, **given)
     yield made
     made.kv.clear()
 
@@ -123,9 +104,7 @@ LOOKS = [
 @pytest.fixture(scope="module")
 def searching(model: SideQuestChatModel) -> Any:
     """No choice is forced: `tool_choice` is `None`, and nothing masks what the model writes."""
-    agent = create_agent(
-        model, [look_in, report], middleware=[OneCallAtATime()], checkpointer=InMemorySaver()
-    )
+    agent = create_agent(model, [look_in, report], checkpointer=InMemorySaver())
     return attach(agent, model, strict=True)
 
 

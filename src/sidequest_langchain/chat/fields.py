@@ -82,6 +82,10 @@ class ModelFields(Entries):
     schema_in_prompt: bool = True
     """Whether the model is told the JSON schema of `response_format`, behind the last question,
     besides being held to it. It costs the schema's tokens; small models ramble without."""
+    parallel_tool_calls: bool | None = None
+    """Whether one answer may call several tools; `False` takes the first call and drops the rest,
+    which keeps small models from guessing ahead in an agent's loop. `None`: it may where it
+    chooses, and calls one where a call is forced. A single call can say so, too."""
     engines: EngineCell = Field(default_factory=EngineCell, exclude=True, repr=False)
     """Shared by copies of this model."""
 
@@ -99,8 +103,9 @@ class ModelFields(Entries):
     @property
     def _sampling_fields(self) -> dict[str, Any]:
         names = ("model", "temperature", "top_p", "top_k", "seed", "max_tokens", "n", "stop")
-        others = ("logprobs", "top_logprobs", "exact", "on_edit", "schema_in_prompt")
-        return {name: getattr(self, name) for name in (*names, *others)}
+        others = ("logprobs", "top_logprobs", "exact", "on_edit")
+        told = ("schema_in_prompt", "parallel_tool_calls")
+        return {name: getattr(self, name) for name in (*names, *others, *told)}
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

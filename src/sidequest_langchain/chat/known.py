@@ -101,6 +101,8 @@ class ReplyFinder:
                 new: Known | None = self._of_text(one, by_piece[id(one[1])])
             else:
                 new = self._in_place(rendering, one, None if id(one[1]) in can_be_told else at)
+                if new is None and any(other.span is None for other in known):
+                    new = self._behind_stale(one)
             if new is not None:
                 known.append(new)
                 at = new.span.end if new.span is not None else at
@@ -156,6 +158,15 @@ class ReplyFinder:
             return None
         start += len(opening)
         return self._of_text(found, Span(start, start + len(reply.text)))
+
+    def _behind_stale(self, found: tuple[Turn, Piece, Reply]) -> Known | None:
+        """A reply that was made behind another one which is rendered otherwise now.
+
+        Its prompt is another one than then, too, so that its place tells nothing.
+        """
+        turn, piece, reply = found
+        is_ours = reply.text != piece.text and self._dialect().is_reading_of(reply.text, turn)
+        return self._of_text(found, None) if is_ours else None
 
     def _head_of(self, call_id: str, reply: Reply) -> str:
         known, seen = self._heads.get(call_id, (None, ""))
