@@ -54,12 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=3, help="agent's conversations")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--planner-budget", type=float, default=0.2, help="share of the unmanaged peak"
+        "--planner-budget", type=float, default=0.24, help="share of the unmanaged peak"
     )
     parser.add_argument(
-        "--planner-window", type=int, default=16, help="recent tokens at full precision, a branch"
+        "--planner-window", type=int, default=50, help="recent tokens at full precision, a branch"
     )
     parser.add_argument("--agent-budget", type=float, default=0.33, help="likewise")
+    parser.add_argument("--planner-chunk", type=int, help="prompt tokens a step")
     args = parser.parse_args(argv)
     found = {"planner": _planner(args), "agent": _agent(args)}
     for name, most in (("planner", MOST_OF_PLANNER), ("agent", MOST_OF_AGENT)):
@@ -95,10 +96,9 @@ def _planner(args: argparse.Namespace) -> dict[str, Any]:
         assert free.kept is not None
         unmanaged = free.kept.peak_bytes
         _say(f"planner: trip {seed}, managed")
-        # A thought is short and its siblings are many: the last 50 tokens of each would be most
-        # of the tree.
         window = Protection(recent_window=args.planner_window)
-        cache = replace(_managed(args.planner_budget, unmanaged), protection=window)
+        managed = _managed(args.planner_budget, unmanaged)
+        cache = replace(managed, protection=window, prefill_chunk=args.planner_chunk)
         run = _with_model(args.model, cache, lambda model: plan(model, is_replayed=False))
         rows.append(
             {
