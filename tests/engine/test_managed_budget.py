@@ -281,7 +281,8 @@ def test_protected_rows_alone_exceed_the_budget(order, make_engine):
     assert len(outcomes[0].token_ids) == 12
     assert len(told) >= 2
     engine.kv.check_integrity()
-    assert set(resident(engine)) == {"small"}
+    # Who came first runs first; what a call left that is over may go for one that runs.
+    assert set(resident(engine)) == ({"small"} if order == (1, 0) else set())
     assert len(run(engine, ask(ids(20, seed=5), 6, ignore_eos=True)).token_ids) == 6
 
 

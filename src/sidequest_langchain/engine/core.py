@@ -28,7 +28,12 @@ from sidequest_langchain.engine.scheduler import Share
 from sidequest_langchain.engine.sequence import Sequence
 from sidequest_langchain.engine.tokenizer import ChatTokenizer
 from sidequest_langchain.engine.workers import give_workers_back
-from sidequest_langchain.errors import EngineClosedError, RequestCancelledError, RequestError
+from sidequest_langchain.errors import (
+    BudgetExceeded,
+    EngineClosedError,
+    RequestCancelledError,
+    RequestError,
+)
 from sidequest_langchain.kv.receipts import ReleaseReceipt
 from sidequest_langchain.kv.tree import SegmentTree
 from sidequest_langchain.labels import PathSelector
@@ -158,20 +163,18 @@ class EngineCore:
             self._end()
 
     def _serve(self) -> None:
-        scheduler = self._scheduler
         while not self._is_closed.is_set():
-            self._read_inbox(is_idle=not (scheduler.running or scheduler.waiting))
+            self._read_inbox(is_idle=self._scheduler.is_idle)
             try:
                 self._step()
             except BaseException as error:
                 logger.exception("the engine's step failed; its requests fail with it")
-                self._fail(list(scheduler.running), error)
+                self._fail(list(self._scheduler.running), error)
 
     def _end(self) -> None:
-        scheduler = self._scheduler
         self._read_inbox(is_idle=False)
         closed = EngineClosedError("the engine was closed while the request ran")
-        self._fail([*scheduler.running, *scheduler.waiting], closed)
+        self._fail([*self._scheduler.running, *self._scheduler.waiting], closed)
         # The engine object may outlive its end: its memory must not.
         for segment in list(self.tree.segments()):
             segment.free()
@@ -207,6 +210,8 @@ class EngineCore:
         if isinstance(found, torch.OutOfMemoryError) and self.tree.sweep(lambda: True):
             logger.warning("out of memory: every idle segment was released, and the step re-run")
             found = self._passes.attempt(shares)
+        if isinstance(found, BudgetExceeded) and self._scheduler.hold_back():
+            return  # the last to come waits again: the budget does not hold all who run
         if not isinstance(found, BaseException):
             self._take(shares, found)
         elif len(shares) == 1:
@@ -275,8 +280,8 @@ class EngineCore:
         if n_kept < sequence.n_resident:
             # A token that reaches past a stop string is not part of the reply.
             self.tree.crop(path, max(0, n_kept - path.tip.start))
-        self._scheduler.running.remove(sequence)
         self.tree.commit(path)
+        self._scheduler.drop(sequence)
         self._passes.keep_budget()  # a request may exceed it while it runs, and no longer
         result = sequence.result(reason, path.tip.segment_id or None)
         self.counters.count(result)
@@ -289,12 +294,7 @@ class EngineCore:
         """Roll sequences back and hand the error to their callers."""
         let_go(error)
         for sequence in sequences:
-            if sequence in self._scheduler.running:
-                self._scheduler.running.remove(sequence)
-            if sequence in self._scheduler.waiting:
-                self._scheduler.waiting.remove(sequence)
             try:
-                if sequence.path is not None and sequence.path.is_running:
-                    self.tree.discard(sequence.path)
+                self._scheduler.drop(sequence)
             finally:
                 sequence.tell(Failed(error=error))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.sequence import Sequence
+from sidequest_langchain.errors import BudgetExceeded
 from sidequest_langchain.kv.segment import n_common
 from sidequest_langchain.kv.tree import SegmentTree
 from sidequest_langchain.labels import PathSelector
@@ -43,7 +44,7 @@ class Share:
         sequence = self.sequence
         if not self.is_stored:
             return True
-        return sequence.n_resident + len(self.tokens) >= sequence.n_prompt
+        return sequence.n_resident + len(self.tokens) >= sequence.n_known
 
     @property
     def n_wanted(self) -> int:
@@ -91,6 +92,14 @@ class Scheduler:
         """Told of the scope and the ids of a path that has to wait, once."""
         self._n_foreseen = 0
         """Serial of the first sequence that may not have been told of."""
+        self._most_running = config.max_running
+        self._n_ended = 0
+        """Since `_most_running` changed."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody runs, and nobody waits."""
+        return not (self.running or self.waiting)
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn."""
@@ -117,13 +126,18 @@ class Scheduler:
         """
         delayed: deque[Sequence] = deque()
         failed: list[tuple[Sequence, BaseException]] = []
-        while self.waiting and len(self.running) < self._config.max_running:
+        while self.waiting and len(self.running) < self._most_running:
             sequence = self.waiting.popleft()
             if self._should_wait(sequence):
                 delayed.append(sequence)
                 continue
             try:
                 self._begin(sequence)
+            except BudgetExceeded as error:
+                if self.running and sequence.request.clearing is None:
+                    delayed.append(sequence)  # for the room that those who run will give back
+                    break
+                failed.append((sequence, error))
             except BaseException as error:
                 failed.append((sequence, error))
         delayed.extend(self.waiting)
@@ -134,14 +148,53 @@ class Scheduler:
                 self.foresee(sequence.request.scope, sequence.request.prompt_ids)
         return failed
 
+    def hold_back(self) -> bool:
+        """Let the last to come of several who run wait again: the budget cannot hold them all.
+
+        It begins again once another ended, with the tokens it has; exact. From then on fewer run
+        at the same time, and with every so many that end one more.
+
+        Returns:
+            Whether somebody was held back.
+
+        Paper: vLLM, arXiv:2309.06180, §4.5 (preemption by recomputation).
+        """
+        able = [sequence for sequence in self.running if sequence.may_be_held_back]
+        if len(self.running) < 2 or not able:
+            return False
+        last = max(able, key=lambda sequence: sequence.serial or 0)
+        assert last.path is not None
+        self._tree.discard(last.path)
+        self.running.remove(last)
+        last.hold_back()
+        self.waiting.appendleft(last)
+        self._most_running, self._n_ended = len(self.running), 0
+        return True
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence that is over; what it stored goes, unless its path was committed."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._let_more_run()
+        path = sequence.path
+        if path is not None and path.is_running:
+            self._tree.discard(path)
+
+    def _let_more_run(self) -> None:
+        self._n_ended += 1
+        if self.is_idle:
+            self._most_running = self._config.max_running
+        elif self._n_ended >= self._most_running < self._config.max_running:
+            self._most_running, self._n_ended = self._most_running + 1, 0
+
     def _begin(self, sequence: Sequence) -> None:
         sequence.prepare(sequence)
-        request = sequence.request
+        request, ids = sequence.request, sequence.known_ids()
         if self._prepare is not None:
-            self._prepare(request.scope, request.prompt_ids)
-        path = self._tree.begin(
-            request.scope, request.prompt_ids, request.label, serial=sequence.serial
-        )
+            self._prepare(request.scope, ids)
+        path = self._tree.begin(request.scope, ids, request.label, serial=sequence.serial)
         path.is_released = sequence.is_released
         sequence.admit(path)
         if request.superseded:
@@ -182,8 +235,9 @@ class Scheduler:
         n_most = min(self._n_guesses, room // max(len(shares), 1))
         found = []
         for share in shares:
-            guesses = share.sequence.forced(N_FORCED) if share.is_stored else []
-            if not guesses and n_most > 0 and share.is_stored:
+            can_guess = share.is_stored and share.is_last
+            guesses = share.sequence.forced(N_FORCED) if can_guess else []
+            if not guesses and n_most > 0 and can_guess:
                 guesses = share.sequence.guess(n_most)
             if guesses:
                 tokens = [*share.tokens, *guesses]

@@ -88,9 +88,23 @@ class Sequence:
         return len(self.request.prompt_ids)
 
     @property
+    def n_known(self) -> int:
+        """Tokens of the prompt, and those generated so far."""
+        return self.n_prompt + len(self.generated)
+
+    @property
     def is_prefilling(self) -> bool:
         """Whether more than one token is left to feed before the next one can be sampled."""
-        return self.n_resident < self.n_prompt - 1
+        return self.n_resident < self.n_known - 1
+
+    def known_ids(self, first: int = 0, last: int | None = None) -> tuple[int, ...]:
+        """The tokens of the prompt, and those generated so far."""
+        n = self.n_prompt
+        last = self.n_known if last is None else last
+        return (
+            *self.request.prompt_ids[first:last],
+            *self.generated[max(0, first - n) : max(0, last - n)],
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -106,19 +120,31 @@ class Sequence:
         """Begin to be served over `path`."""
         self.path = path
         self.n_resident = path.n_reused
-        self._admitted = time.perf_counter()
+        if self._admitted == self._begun:
+            self._admitted = time.perf_counter()
+
+    @property
+    def may_be_held_back(self) -> bool:
+        """Whether it can begin again later with what it knows, as if nothing had happened."""
+        path = self.path
+        return path is not None and not path.tip.n_pins and self.request.clearing is None
+
+    def hold_back(self) -> None:
+        """Wait again: its path is gone, and its tokens are computed anew later. Exact."""
+        assert self.path is not None
+        self.is_released = self.path.is_released
+        self.path = None
+        self.n_resident = 0
 
     def next_tokens(self, n_most: int) -> tuple[list[int], bool]:
         """The tokens to feed in the next step, `n_most` at most, and whether to store them.
 
-        A prompt that is resident to its end feeds its last token again without storing it.
+        What is resident to its end feeds its last token again without storing it.
         """
-        if self.n_resident < self.n_prompt:
-            end = min(self.n_prompt, self.n_resident + n_most)
-            return list(self.request.prompt_ids[self.n_resident : end]), True
-        if not self.generated:
-            return [self.request.prompt_ids[-1]], False
-        return [self.generated[-1]], True
+        first = self.n_resident
+        if first < self.n_known:
+            return list(self.known_ids(first, min(self.n_known, first + n_most))), True
+        return list(self.known_ids(self.n_known - 1)), False
 
     def kinds_of(self, first: int, last: int) -> bytes:
         """The kinds of the sequence's tokens `first` to `last`, without `last`.
