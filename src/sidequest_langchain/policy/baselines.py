@@ -95,7 +95,7 @@ class H2O(ByScore):
         scores = super().scores(facts)
         steps = distance(facts)
         # Rows that stay, by their bytes at full precision.
-        n_rows = sum(facts.row_bytes(s).sum() for s in facts.segments) - facts.to_free
+        n_rows = sum(facts.row_bytes(s).sum() for s in facts.segments) - facts.lossy_bytes
         n_recent = int(max(0.0, self.recent_share * n_rows / max(1, facts.bytes_per_row)))
         resident = [steps[s.segment_id][s.resident] for s in facts.segments]
         newest = np.sort(np.concatenate(resident)) if resident else np.zeros(0)

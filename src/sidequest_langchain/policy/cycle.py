@@ -65,8 +65,7 @@ class Cycles:
 
     def is_due(self, n_coming: int = 0) -> bool:
         """Whether a cycle would have something to give back."""
-        limits = self.limits
-        return any(limits.wanted(limit, n_coming) for limit in limits.limits())
+        return self.limits.are_due(n_coming)
 
     def run(self, reason: Reason, n_coming: int = 0) -> list[ActReceipt]:
         """Give bytes back, if there are too many.
@@ -93,6 +92,7 @@ class Cycles:
                     raise BudgetExceeded(_TRIED)
         finally:  # a later round may find that the budget cannot be kept
             self._log.add(found)
+            self.limits.settle()
         return found
 
     def _once(
@@ -172,6 +172,7 @@ class Cycles:
             budget_bytes=limit.soft,
             unit=limit.unit,
             to_free=wanted,
+            to_evict=max(must, min(wanted, self.limits.to_evict(limit))),
             reason=reason,
             stage=lambda n_seen: stage_of(n_seen, schedule),
             tiers=self._tiers(),

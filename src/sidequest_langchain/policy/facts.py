@@ -186,6 +186,9 @@ class CacheFacts:
     unit: Unit = "bytes"
     """What is counted. `"rows"`: a row counts as the bytes of full precision whatever it takes, so
     that packing it frees nothing."""
+    to_evict: int | None = None
+    """Bytes of `to_free` for which rows may be lost, packing counted; `None` is all. Less where
+    what is resident still fits: precision is given up in good time, rows only when they must."""
     value_bits: int | None = None
     """Bits of a value at full precision; where not given, those of the rows that are, or 16."""
 
@@ -203,6 +206,11 @@ class CacheFacts:
             most = max((int(s.bits.max(initial=0)) for s in self.segments), default=0)
             bits = most if most > max(PACKED_BITS) else 16
             object.__setattr__(self, "value_bits", bits)
+
+    @property
+    def lossy_bytes(self) -> int:
+        """Bytes for which rows may be lost: `to_evict`, or all that is to be freed."""
+        return self.to_free if self.to_evict is None else min(self.to_evict, self.to_free)
 
     def segment(self, segment_id: int) -> SegmentFacts:
         """The segment of this id.

@@ -66,6 +66,7 @@ class Gatherer:
         *,
         budget_bytes: int | None,
         to_free: int,
+        to_evict: int | None = None,
         reason: Reason,
         stage: Callable[[int], Stage],
         tiers: Sequence[Tier],
@@ -77,6 +78,7 @@ class Gatherer:
             segments: See `segments`.
             budget_bytes: What may stay.
             to_free: Bytes to give back.
+            to_evict: Bytes of these for which rows may be lost; all by default.
             reason: Why the cycle runs.
             stage: From the tokens of the longest running path.
             tiers: Where rows may go.
@@ -119,6 +121,7 @@ class Gatherer:
             unit=unit,
             budget_bytes=budget_bytes,
             to_free=to_free,
+            to_evict=to_evict,
             n_seen=n_seen,
             tiers=tuple(tiers),
             step=self._monitor.n_steps,

@@ -32,6 +32,8 @@ class Limits:
         self.budget_rows = config.budget_tokens
         """What may stay, in rows of whatever precision."""
         self._imagined: dict[tuple[Unit, int], int] = {}
+        self._settled = 0
+        """Bytes that were left after the last cycle."""
 
     def limits(self) -> list[Limit]:
         """The limits of this moment: rows first, since fewer rows are fewer bytes."""
@@ -77,6 +79,42 @@ class Limits:
             target=config.target,
         )
 
+    def to_evict(self, limit: Limit) -> int:
+        """Bytes of those wanted for which rows may be lost.
+
+        In bytes, packing gives room in good time, and rows go only for what does not fit packed:
+        with a fifth of the budget always free they would go for nothing. In rows, packing frees
+        nothing, and few cycles that free much are better than many.
+        """
+        if limit.unit == "rows" or limit.soft is None:
+            return self.wanted(limit)
+        return max(self.excess(limit), self.amount("bytes") - limit.soft + self._slack(limit.soft))
+
+    def are_due(self, n_coming: int = 0) -> bool:
+        """Whether a cycle would have something to give back.
+
+        Between trigger and budget, not before there is more than the last cycle had to leave.
+        """
+        amount = self.amount("bytes")
+        self._settled = min(self._settled, amount)
+        for limit in self.limits():
+            if not self.wanted(limit, n_coming):
+                continue
+            if limit.unit == "rows" or limit.soft is None:
+                return True
+            bearable = min(limit.soft, self._settled + self._slack(limit.soft))
+            if amount + n_coming > bearable:
+                return True
+        return False
+
+    def settle(self) -> None:
+        """A cycle is over: what is left now could not go, or need not."""
+        self._settled = self.amount("bytes")
+
+    def _slack(self, n_bytes: int) -> int:
+        """Of a limit, what stays free where rows are lost: room for copies, and until the next."""
+        return int((1 - self._config.trigger) / 4 * n_bytes)
+
     def excess(self, limit: Limit) -> int:
         """Bytes above the budget. Rows of the step to come may exceed it for that step."""
         if limit.hard is None or self._config.observe:
@@ -97,8 +135,7 @@ class Limits:
         room to grow, come on top and must fit there too.
         """
         budgets = [limit.hard for limit in self.limits() if limit.hard is not None]
-        spare = (1 - self._config.trigger) * min(budgets, default=2**62)
-        return int(spare / self._tree.bytes_per_token / 4)
+        return self._slack(min(budgets, default=2**62)) // self._tree.bytes_per_token
 
     def headroom(self) -> float:
         """Bytes up to where cycles begin to give back, of the limit that is nearest."""

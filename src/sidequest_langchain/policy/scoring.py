@@ -44,7 +44,8 @@ class ByScore(ABC):
             return ()
         draft = Draft(facts)
         draft.evict(self.scores(facts), fair=self.fair, block=self.block, reason=self.name)
-        draft.release_idle(reason=f"{self.name}: no unprotected row is left")
+        if draft.left_to_evict > 0:
+            draft.release_idle(reason=f"{self.name}: no unprotected row is left")
         return draft.acts()
 
 

@@ -39,10 +39,12 @@ class Draft:
 
         Args:
             facts: Of this cycle.
-            to_free: Bytes; `facts.to_free` by default.
+            to_free: Bytes, rows may be lost for all of them; by default `facts.to_free`, and
+                `facts.lossy_bytes`.
         """
         self.facts = facts
         self.to_free = float(facts.to_free if to_free is None else to_free)
+        self.to_evict = float(facts.lossy_bytes if to_free is None else to_free)
         self.freed = 0.0
         """Bytes that the acts free, by `CacheFacts.row_bytes`."""
         self._bytes = {s.segment_id: facts.row_bytes(s) for s in facts.segments}
@@ -55,6 +57,11 @@ class Draft:
     def left(self) -> float:
         """Bytes still to free; 0 or less: enough."""
         return self.to_free - self.freed
+
+    @property
+    def left_to_evict(self) -> float:
+        """Bytes for which rows must still be lost; 0 or less: enough."""
+        return self.to_evict - self.freed
 
     def evict(
         self,
@@ -77,9 +84,10 @@ class Draft:
             block: Rows that go together, neighbours from a multiple of it on, by their mean.
             reason: For the receipt.
         """
-        if self.left > 0:
+        if self.left_to_evict > 0:
             choice = self._choice(scores, among)
-            self._take(take_lowest(choice, self.left, fair=fair, block=block), "evict", reason)
+            taken = take_lowest(choice, self.left_to_evict, fair=fair, block=block)
+            self._take(taken, "evict", reason)
 
     def archive(
         self, scores: Scores, among: Collection[int] | None = None, *, reason: str = ""
@@ -162,6 +170,7 @@ class Draft:
             self.facts,
             segments=segments,
             to_free=max(0, int(np.ceil(self.left))),
+            to_evict=max(0, int(np.ceil(self.left_to_evict))),
             n_bytes=max(0, self.facts.n_bytes - int(self.freed)),
             # Once all rows are packed, none tells what full precision was.
             value_bits=self.facts.full_bits,
