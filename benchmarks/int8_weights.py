@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from sidequest_langchain.models import int8
+from sidequest_langchain.models import int8, slicing
 from sidequest_langchain.models.loading import load
 
 from .machine import describe
@@ -73,18 +73,19 @@ def divergence(dense: Any, other: Any, ids: Sequence[int]) -> tuple[float, float
 @contextmanager
 def slices(n: int) -> Iterator[None]:
     """Use only the first of the slices of activations."""
-    real = int8.split_rows
+    real = slicing.product
 
-    def cut(x: Tensor) -> tuple[Tensor, Tensor]:
-        codes, peak = real(x)
-        codes[n * len(x) :] = int8.ZERO
-        return codes, peak
+    def cut(codes: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+        n_rows = len(codes) // slicing.N_SLICES
+        coarse = codes.clone()
+        coarse[: (slicing.N_SLICES - n) * n_rows] = slicing.ZERO  # the finest come first
+        return real(coarse, packed, scales, zeros)
 
-    int8.split_rows = cut
+    int8.product = cut
     try:
         yield
     finally:
-        int8.split_rows = real
+        int8.product = real
 
 
 def seconds(run: Callable[[], object]) -> float:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from sidequest_langchain.models import int8
 from sidequest_langchain.models.int8 import (
-    BASE,
-    STEPS,
-    ZERO,
     Int8Group,
     Int8Linear,
     Int8Product,
-    join_rows,
     only_wanted,
     quantise_rows,
-    split_rows,
 )
+from sidequest_langchain.models.slicing import FEW, NARROW, WIDE, ZERO, slicing_here
 
 SHAPES = [(1, 8, 16), (2, 33, 64), (5, 128, 896), (17, 7, 4864), (64, 256, 96)]
 
@@ -31,12 +31,20 @@ def spread(*shape: int, seed: int = 0) -> Tensor:
     return x
 
 
-def exact(x: Tensor, weight: Tensor) -> Tensor:
+def exact(x: Tensor, weight: Tensor, slicing=WIDE) -> Tensor:
     """What the product is defined to be, float64."""
     codes, scales = quantise_rows(weight)
-    parts, peak = split_rows(x)
-    steps = join_rows(parts.double() - ZERO)
-    return (steps @ codes.double().T) * scales.double() * peak.double() / STEPS
+    parts, peak = slicing.split(x)
+    steps = slicing.join(parts.double() - ZERO)
+    return (steps @ codes.double().T) * scales.double() * peak.double() / slicing.steps
+
+
+EACH_SLICING = pytest.mark.parametrize("slicing", [WIDE, NARROW], ids=["wide", "narrow"])
+
+
+def min_of(slicing):
+    """The slicing, or what this processor can take at most."""
+    return slicing if slicing_here() is WIDE else NARROW
 
 
 class TestRounding:
@@ -49,24 +57,37 @@ class TestRounding:
         error = (codes * scales[:, None] - weight).abs()
         assert bool((error <= 0.5001 * scales[:, None]).all())
 
-    def test_an_activation_is_half_a_step_of_its_own_row_off_at_most(self):
+    @EACH_SLICING
+    def test_an_activation_is_half_a_step_of_its_own_row_off_at_most(self, slicing):
         x = spread(9, 300)
         x[4] *= 1e-5
-        parts, peak = split_rows(x)
-        near = join_rows(parts.double() - ZERO) * peak.double() / STEPS
+        x[5] = -x[5].abs()  # the largest of both signs is met
+        parts, peak = slicing.split(x)
+        near = slicing.join(parts.double() - ZERO) * peak.double() / slicing.steps
 
-        # Half a step, and what fp32 itself rounds.
-        assert bool(((near - x).abs() <= 0.6 * peak / STEPS).all())
+        # Half a step, and what fp32 itself rounds: of the value, and of the value in steps.
+        allowed = 0.6 * peak / slicing.steps + 2.0**-23 * x.abs()
+        assert bool(((near - x).abs() <= allowed).all())
 
-    def test_codes_leave_room_for_a_sum_in_16_bits(self):
-        parts, _ = split_rows(torch.cat((spread(50, 64), -torch.ones(1, 64), torch.ones(1, 64))))
+    @pytest.mark.parametrize("sign", [1.0, -1.0])
+    @EACH_SLICING
+    def test_the_largest_values_fit(self, slicing, sign):
+        parts, peak = slicing.split(torch.full((1, 8), sign * 3.0))
 
-        assert int(parts.max()) == BASE - 1
+        assert slicing.join(parts.double() - ZERO).unique().tolist() == [sign * slicing.steps]
+        assert float(peak) == 3.0
+
+    def test_narrow_codes_leave_room_for_a_sum_in_16_bits(self):
+        x = torch.cat((spread(50, 64), -torch.ones(1, 64), torch.ones(1, 64)))
+        parts, _ = NARROW.split(x)
+
+        assert int(parts.max()) == NARROW.base - 1
         assert 2 * int(parts.max()) * 127 < 2**15
 
+    @EACH_SLICING
     @pytest.mark.parametrize("make", [torch.zeros, lambda *shape: torch.full(shape, 1e-38)])
-    def test_nothing_stays_nothing(self, make):
-        parts, peak = split_rows(make(2, 16))
+    def test_nothing_stays_nothing(self, make, slicing):
+        parts, peak = slicing.split(make(2, 16))
 
         assert bool(torch.isfinite(peak).all())
         assert bool((parts == ZERO).all())
@@ -76,12 +97,13 @@ class TestRounding:
 
 
 class TestProduct:
+    @EACH_SLICING
     @pytest.mark.parametrize(("t", "n", "k"), SHAPES)
-    def test_is_the_sum_over_whole_numbers(self, t, n, k):
+    def test_is_the_sum_over_whole_numbers(self, t, n, k, slicing):
         x, weight = spread(t, k), spread(n, k, seed=1)
-        got = Int8Product([weight], [None])(x)
+        got = Int8Product([weight], [None], min_of(slicing))(x)
 
-        expected = exact(x, weight)
+        expected = exact(x, weight, min_of(slicing))
         assert torch.allclose(
             got.double(), expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max())
         )
@@ -93,12 +115,39 @@ class TestProduct:
 
         assert torch.allclose(got, torch.full((3, 64), sign * 4864.0), rtol=1e-6)
 
-    def test_a_row_does_not_depend_on_its_batch(self):
-        x, product = spread(70, 256), Int8Product([spread(96, 256, seed=2)], [spread(96, seed=3)])
+    @pytest.mark.parametrize("k", [256, 97])
+    @pytest.mark.parametrize("has_bias", [True, False])
+    @EACH_SLICING
+    def test_a_row_does_not_depend_on_its_batch(self, k, has_bias, slicing):
+        bias = spread(96, seed=3) if has_bias else None
+        x = spread(70, k)
+        product = Int8Product([spread(96, k, seed=2)], [bias], min_of(slicing))
         together = product(x)
 
-        for at, n in ((0, 1), (3, 2), (5, 9), (20, 33)):
+        for at, n in ((0, 1), (3, 2), (5, 9), (20, FEW), (20, FEW + 1), (20, 33)):
             assert torch.equal(product(x[at : at + n]), together[at : at + n])
+
+    def test_an_input_is_left_alone_and_may_want_a_gradient(self):
+        x = spread(3, 64).requires_grad_()
+        before = x.detach().clone()
+        product = Int8Product([spread(96, 64, seed=2)], [None])
+
+        assert torch.equal(product(x), product(before))
+        assert torch.equal(x, before)
+
+    def test_the_narrow_slices_serve_processors_that_saturate(self):
+        """In a process with the instructions of AVX2: without VNNI pairs add up in 16 bits."""
+        code = (
+            "import torch\n"
+            "from sidequest_langchain.models.quantising import _check_kernel\n"
+            "from sidequest_langchain.models.slicing import NARROW, slicing_here\n"
+            "print(slicing_here() is NARROW, _check_kernel())"
+        )
+        env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+        found = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+        )
+        assert found.stdout.split() == ["True", "None"], found.stderr
 
     @pytest.mark.parametrize("has_bias", [True, False])
     def test_blocks_of_rows_are_the_rows(self, has_bias, monkeypatch):

@@ -1,16 +1,15 @@
 """Linear layers with int8 weights on a CPU: what is computed, and with which kernel.
 
 Weights are int8 per output channel. Activations are not cut down to int8, which loses models with
-outlier channels: each token's vector is the sum of three integer vectors of 7 bits, each 128 times
-as fine as the one before, about as good as fp32 next to the vector's largest value. All go through
-one integer product, whose sums over the channels are exact: a token's output does not depend on
-its batch-mates, on chunks or on the processor. It must not know models.
+outlier channels: each token's vector is the sum of three integer vectors (`models/slicing`), about
+as good as fp32 next to the vector's largest value. All go through one integer product, whose sums
+over the channels are exact: a token's output does not depend on its batch-mates or on chunks, and
+on the processor by less than fp32's does. It must not know models.
 
 With two vectors a value at the edge of two steps, which the order of additions in attention pushes
 over it, moves the logits by 0.03; with three, by less than fp32 itself moves them.
 
-Papers: LLM.int8(), arXiv:2208.07339, §3 (vector-wise scales; why outliers matter). The split of
-an operand into integer slices: Ootomo et al., arXiv:2306.11975, §3.
+Paper: LLM.int8(), arXiv:2208.07339, §3 (vector-wise scales; why outliers matter).
 """
 
 from __future__ import annotations
@@ -22,25 +21,19 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-BITS = 7
-"""Of a slice. The sum of two products stays below 2^15, so that processors without VNNI, which add
-pairs in 16 bits, do not saturate."""
-
-BASE = 1 << BITS
-"""Steps of one slice in a step of the next coarser one."""
-
-ZERO = BASE // 2
-"""What stands for 0 in a slice: the kernel takes unsigned bytes."""
-
-STEPS = (ZERO - 1) * BASE**2
-"""A token's largest value, in steps of the finest slice."""
+from sidequest_langchain.models.slicing import (
+    FEW,
+    N_SLICES,
+    WIDE,
+    Slicing,
+    of_few,
+    prepacked,
+    product,
+    slicing_here,
+)
 
 BLOCK_BYTES = 2**23
 """Of products at a time: larger fresh memory comes from the system page by page, every time."""
-
-_MIDDLE = ZERO * (BASE**2 + BASE + 1)
-"""What stands for 0 in all slices together."""
-
 
 FEWEST_LEFT_OUT = 8
 """Tokens that must be left out of a product for it to be worth looking for them."""
@@ -82,34 +75,6 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales.unsqueeze(1)).round_().to(torch.int8), scales
 
 
-def split_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Activations as three stacked integer matrices. Lossy: rounds to 1 / `STEPS` of a row's peak.
-
-    Args:
-        x: fp32 `[T, K]`.
-
-    Returns:
-        Bytes `[3 T, K]`, the coarsest slice first, each with `ZERO` added; and the rows' largest
-        magnitudes, fp32 `[T, 1]`.
-    """
-    peak = x.abs().amax(-1, keepdim=True).clamp_min_(1e-30)
-    # Truncated: the half makes it round.
-    steps = (x * (STEPS / peak)).add_(_MIDDLE + 0.5).to(torch.int32)
-    slices = [part.to(torch.uint8) for part in (steps >> 2 * BITS, steps >> BITS, steps)]
-    # Joined as bytes: fresh memory for long prompts costs more than the arithmetic.
-    return torch.cat(slices).bitwise_and_(BASE - 1), peak
-
-
-def join_rows(slices: Tensor) -> Tensor:
-    """What three stacked slices without their `ZERO`, `[3 T, N]`, stand for.
-
-    Returns:
-        `[T, N]`; 1 / `STEPS` of it is in units of a row's peak.
-    """
-    coarse, middle, fine = slices.chunk(3)
-    return torch.add(fine, torch.add(middle, coarse, alpha=BASE), alpha=BASE)
-
-
 class Int8Product:
     """`x @ W.T + b` for the stacked weights of one or several layers.
 
@@ -117,15 +82,21 @@ class Int8Product:
         RuntimeError: This build of torch lacks the kernel.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        slicing: Slicing | None = None,
+    ) -> None:
+        self.slicing = slicing_here() if slicing is None else slicing
         self.sizes = [weight.shape[0] for weight in weights]
         self.in_features = weights[0].shape[1]
         quantised = [quantise_rows(weight) for weight in weights]
         codes = torch.cat([codes for codes, _ in quantised])
-        self._scales = torch.cat([scales for _, scales in quantised]) / STEPS
-        self._packed: Tensor = torch.ops.onednn.qlinear_prepack(codes, [3, self.in_features])
+        self._scales = torch.cat([scales for _, scales in quantised]) / self.slicing.steps
+        self._packed = prepacked(codes)
         self._zeros = torch.zeros(len(codes), dtype=torch.int32)
-        self._n_rows = max(32, BLOCK_BYTES // (3 * 4 * max(codes.shape)))
+        self._n_rows = max(32, BLOCK_BYTES // (N_SLICES * 4 * max(codes.shape)))
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
             parts = [
@@ -133,6 +104,7 @@ class Int8Product:
                 for n, bias in zip(self.sizes, biases, strict=True)
             ]
             self._bias = torch.cat(parts)
+        self._few_bias = None if self._bias is None else self._bias.numpy()
         self.n_bytes = codes.nbytes + self._scales.nbytes + self._zeros.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -147,15 +119,14 @@ class Int8Product:
         return out
 
     def _block(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        codes, peak = split_rows(x)
-        product: Tensor = torch.ops.onednn.qlinear_pointwise(
-            codes, 1.0, ZERO, self._packed, self._scales, self._zeros,
-            None, 1.0, 0, torch.float32, "none", [], "",
-        )  # fmt: skip
-        total = join_rows(product)
-        if self._bias is None:
-            return torch.mul(total, peak, out=out)
-        return torch.addcmul(self._bias, total, peak, out=out)
+        if len(x) <= FEW and out is None and self.slicing is WIDE:
+            return of_few(x, self._multiply, self._few_bias)
+        codes, peak = self.slicing.split(x)
+        found = torch.mul(self.slicing.join(self._multiply(codes)), peak, out=out)
+        return found if self._bias is None else found.add_(self._bias)
+
+    def _multiply(self, codes: Tensor) -> Tensor:
+        return product(codes, self._packed, self._scales, self._zeros)
 
 
 class Int8Group:

@@ -14,16 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sidequest_langchain.kv.allocator import return_to_system
-from sidequest_langchain.models.int8 import (
-    STEPS,
-    ZERO,
-    Int8Group,
-    Int8Linear,
-    Int8Product,
-    join_rows,
-    quantise_rows,
-    split_rows,
-)
+from sidequest_langchain.models.int8 import Int8Group, Int8Linear, Int8Product, quantise_rows
+from sidequest_langchain.models.slicing import ZERO
 
 MOST_KL = 0.02
 """Largest mean divergence (nats a token) of the check. It reads a couple of hundred tokens, over
@@ -184,9 +176,9 @@ def _check_kernel() -> str | None:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return f"this build of torch has no int8 product for this processor ({first})"
     codes, scales = quantise_rows(weight)
-    parts, peak = split_rows(x)
-    steps = join_rows(parts.double() - ZERO)
-    expected = (steps @ codes.double().T) * scales * peak / STEPS
+    parts, peak = product.slicing.split(x)
+    steps = product.slicing.join(parts.double() - ZERO)
+    expected = (steps @ codes.double().T) * scales * peak / product.slicing.steps
     least = 1e-6 * float(expected.abs().max())
     if not torch.allclose(got, expected, rtol=1e-5, atol=least):
         return "the int8 product of this build of torch is not exact on this processor"
