@@ -36,7 +36,7 @@ def test_ties_go_by_age_then_by_place():
 
 def test_no_row_more_than_is_asked_for():
     draft = draft_of(segment(1, 5), rows=1)
-    draft.to_free = ROW * 1.5
+    draft.to_free = draft.to_evict = ROW * 1.5
     draft.evict({1: np.arange(5)})
     assert evicted(draft.acts()) == {1: [0, 1]}
     exact = draft_of(segment(1, 5), rows=2)

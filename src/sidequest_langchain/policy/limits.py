@@ -113,7 +113,7 @@ class Limits:
 
     def _slack(self, n_bytes: int) -> int:
         """Of a limit, what stays free where rows are lost: room for copies, and until the next."""
-        return int((1 - self._config.trigger) / 4 * n_bytes)
+        return round((1 - self._config.trigger) / 4 * n_bytes)
 
     def excess(self, limit: Limit) -> int:
         """Bytes above the budget. Rows of the step to come may exceed it for that step."""
