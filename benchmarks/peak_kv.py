@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=3, help="agent's conversations")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--planner-budget", type=float, default=0.24, help="share of the unmanaged peak"
+        "--planner-budget", type=float, default=0.2, help="share of the unmanaged peak"
     )
     parser.add_argument(
         "--planner-window", type=int, default=50, help="recent tokens at full precision, a branch"

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from sidequest_langchain.config import Protection, Tiers
+from sidequest_langchain.engine.sequence import Sequence
 from sidequest_langchain.errors import BudgetExceeded
 from sidequest_langchain.kinds import TokenKind
 from sidequest_langchain.kv.parts import parts_of
@@ -246,9 +247,12 @@ def rows_of(tree):
     ]
 
 
+@pytest.mark.parametrize("may_wait", [True, False])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_protected_rows_alone_exceed_the_budget(order, make_engine):
+def test_protected_rows_alone_exceed_the_budget(order, may_wait, make_engine, monkeypatch):
     """A clear error for who holds most, before anything is lost; who else runs goes on."""
+    if not may_wait:  # as if both were pinned
+        monkeypatch.setattr(Sequence, "may_be_held_back", False)
     engine = make_engine(model_of("llama"), config=managed(budget_tokens=90))
     manager, tree = engine._core.manager, engine._core.tree
     make_room, told = manager.make_room, []
@@ -282,7 +286,8 @@ def test_protected_rows_alone_exceed_the_budget(order, make_engine):
     assert len(told) >= 2
     engine.kv.check_integrity()
     # Who came first runs first; what a call left that is over may go for one that runs.
-    assert set(resident(engine)) == ({"small"} if order == (1, 0) else set())
+    is_last = order == (1, 0) or not may_wait
+    assert set(resident(engine)) == ({"small"} if is_last else set())
     assert len(run(engine, ask(ids(20, seed=5), 6, ignore_eos=True)).token_ids) == 6
 
 

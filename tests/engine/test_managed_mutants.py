@@ -15,6 +15,7 @@ import pytest
 
 from sidequest_langchain.engine import engine as engine_module
 from sidequest_langchain.engine import managing as engine_managing
+from sidequest_langchain.engine.scheduler import Scheduler
 from sidequest_langchain.errors import BudgetExceeded, CacheCorrupted
 from sidequest_langchain.kv import acts as kv_acts
 from sidequest_langchain.kv import parts as kv_parts
@@ -30,6 +31,7 @@ from sidequest_langchain.policy.limits import Limits
 from sidequest_langchain.policy.monitor import Monitor
 from sidequest_langchain.policy.notes import Notebook, Notes
 from sidequest_langchain.policy.returning import Returns
+from tests.engine import test_holding_back as holding
 from tests.engine import test_managed_budget as budget
 from tests.engine import test_managed_faults as faults
 from tests.engine import test_managed_oracle as oracle
@@ -131,8 +133,12 @@ MUTANTS: dict[str, tuple[Callable[..., Any], Mutant]] = {
         ),
     ),
     "who holds most is not told": (
-        partial(budget.test_protected_rows_alone_exceed_the_budget, (0, 1)),
+        partial(budget.test_protected_rows_alone_exceed_the_budget, (0, 1), False),
         lambda patch: patch.setattr("sidequest_langchain.engine.passes._own_bytes", lambda s: 0),
+    ),
+    "nobody waits for the others": (
+        holding.test_who_alone_exceeds_the_budget_is_refused_and_the_others_answer,
+        lambda patch: patch.setattr(Scheduler, "hold_back", lambda self: False),
     ),
     "exact calls share with the others": (
         faults.test_exact_calls_never_see_lossy_rows,

@@ -105,7 +105,8 @@ class Cycles:
         if not must and self._monitor.n_steps < self._quiet_until:
             return []
         segments = self._gatherer.segments()
-        decide = partial(self._decide, reason, limit, segments, asks_policy=asks_policy)
+        lossy = self.limits.to_evict(limit, n_coming)
+        decide = partial(self._decide, reason, limit, segments, lossy, asks_policy=asks_policy)
         decision = decide(max(wanted, must), must)
         receipts = [
             self._writer.write(
@@ -161,6 +162,7 @@ class Cycles:
         reason: Reason,
         limit: Limit,
         segments: dict[int, Segment],
+        lossy: int,
         wanted: int,
         must: int,
         *,
@@ -172,7 +174,7 @@ class Cycles:
             budget_bytes=limit.soft,
             unit=limit.unit,
             to_free=wanted,
-            to_evict=max(must, min(wanted, self.limits.to_evict(limit))),
+            to_evict=max(must, min(wanted, lossy)),
             reason=reason,
             stage=lambda n_seen: stage_of(n_seen, schedule),
             tiers=self._tiers(),

@@ -79,7 +79,7 @@ class Limits:
             target=config.target,
         )
 
-    def to_evict(self, limit: Limit) -> int:
+    def to_evict(self, limit: Limit, n_coming: int = 0) -> int:
         """Bytes of those wanted for which rows may be lost.
 
         In bytes, packing gives room in good time, and rows go only for what does not fit packed:
@@ -87,7 +87,7 @@ class Limits:
         nothing, and few cycles that free much are better than many.
         """
         if limit.unit == "rows" or limit.soft is None:
-            return self.wanted(limit)
+            return self.wanted(limit, n_coming)
         return max(self.excess(limit), self.amount("bytes") - limit.soft + self._slack(limit.soft))
 
     def are_due(self, n_coming: int = 0) -> bool:
