@@ -171,6 +171,12 @@ class TestArms:
     def test_the_full_cache_has_no_budget(self):
         assert settings_of(Arm(policy="none"), 10**6) == CacheConfig()
 
+    def test_a_preset_is_an_arm_too(self):
+        [_, arm] = arms_of(["aggressive"], [0.5])
+        expected = CacheConfig.preset("aggressive", budget_bytes=500)
+        assert settings_of(arm, 1000) == expected
+        assert expected != CacheConfig(policy="staged", budget_bytes=500)
+
     def test_a_budget_is_in_bytes(self):
         settings = settings_of(Arm(policy="lru", budget=0.35), 1000)
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 from sidequest_langchain.config import CacheConfig
+from sidequest_langchain.config.presets import PRESETS
 from sidequest_langchain.policy.registry import policy_for
+
+Preset = Literal["conservative", "balanced", "aggressive"]
 
 NONE = "none"
 """The full cache: nothing is managed, no budget."""
@@ -19,6 +23,7 @@ class Arm:
     """One policy at one budget."""
 
     policy: str
+    """Or a preset of the settings."""
     budget: float | None = None
     """Share of the bytes that the full cache holds for the same sample; `None`: no limit."""
 
@@ -35,11 +40,12 @@ def arms_of(policies: Iterable[str], budgets: Sequence[float]) -> tuple[Arm, ...
     """The full cache first, then every other policy at every budget.
 
     Raises:
-        ConfigError: A policy has a name that is not known.
+        ConfigError: A policy has a name that is not known, nor is it a preset's.
     """
     managed = [policy for policy in dict.fromkeys(policies) if policy != NONE]
     for policy in managed:
-        policy_for(policy)
+        if policy not in PRESETS:
+            policy_for(policy)
     pairs = [Arm(policy=policy, budget=budget) for budget in budgets for policy in managed]
     return (Arm(policy=NONE), *pairs)
 
@@ -55,5 +61,10 @@ def settings_of(arm: Arm, full_bytes: int, *, predictor: str = "auto") -> CacheC
     """
     if arm.budget is None:
         return CacheConfig()
-    budget_bytes = max(1, round(arm.budget * full_bytes))
-    return CacheConfig(policy=arm.policy, budget_bytes=budget_bytes, predictor=predictor)
+    given: dict[str, Any] = {
+        "budget_bytes": max(1, round(arm.budget * full_bytes)),
+        "predictor": predictor,
+    }
+    if arm.policy in PRESETS:
+        return CacheConfig.preset(cast(Preset, arm.policy), **given)
+    return CacheConfig(policy=arm.policy, **given)

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 
 from sidequest_langchain._version import __version__
+from sidequest_langchain.config.presets import PRESETS
 from sidequest_langchain.errors import ConfigError, SideQuestError
 from sidequest_langchain.evaluation import tables
 from sidequest_langchain.evaluation.agents import AGENTS
@@ -235,7 +236,8 @@ def _parser(more: Mapping[str, tuple[Task, Solve]]) -> argparse.ArgumentParser:
     add(
         "--policies",
         metavar="A,B",
-        help=f"default: {', '.join(POLICIES)}; also {', '.join(_OTHERS)}",
+        help=f"default: {', '.join(POLICIES)}; also {', '.join(_OTHERS)}; or a preset: "
+        + ", ".join(PRESETS),
     )
     add("--budgets", default=",".join(map(str, BUDGETS)), metavar="X,Y",
         help="shares of the full cache's bytes (%(default)s)")  # fmt: skip
