@@ -44,7 +44,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "accelerate": {"models", "engine"},
     "gguf": {"models"},
     "llguidance": {"engine"},
-    "numpy": {"policy", "engine"},
+    "numpy": {"policy", "engine", "models"},
     "safetensors": {"models", "policy"},
     "huggingface_hub": {"models"},
     "filelock": {"kv", "models"},

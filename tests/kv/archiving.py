@@ -18,7 +18,7 @@ def cpu_storages(archive):
     """Bytes in memory, at the storages."""
     found = {}
     for entry in archive._cpu.values():
-        for tensor in entry.tensors.values():
+        for tensor in entry.copies.tensors().values():
             found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values())
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sidequest_langchain.errors import ArchiveError
 from sidequest_langchain.kv.allocator import return_to_system
-from sidequest_langchain.kv.archive_entry import Entry, Ticket, as_text, copied
+from sidequest_langchain.kv.archive_entry import Entry, Ticket, as_text
 from sidequest_langchain.kv.archive_file import (
     Contents,
     header_of,
@@ -28,6 +28,7 @@ from sidequest_langchain.kv.archive_file import (
     write_archive,
 )
 from sidequest_langchain.kv.archive_folder import ArchiveFolder
+from sidequest_langchain.kv.beside import Copies
 
 __all__ = ["Archive", "Ticket"]
 
@@ -138,11 +139,11 @@ class Archive:
             tier = self._tier(ticket)
             entry = tier[ticket.key]
             tier.move_to_end(ticket.key)
-            tensors = dict(entry.tensors)
+            copies = entry.copies
         try:
             entry.check(self._fingerprint)
             if tier is self._cpu:
-                return tensors, dict(entry.meta)
+                return copies.tensors(), dict(entry.meta)
             found, about = read_archive(
                 self._path(ticket.key),
                 n_bytes=entry.n_file_bytes,
@@ -200,7 +201,7 @@ class Archive:
         with self._books:
             self.n_cpu_bytes += ticket.n_bytes
         try:
-            entry.tensors = copied(tensors)
+            entry.copies = Copies.of(tensors)
         except BaseException:  # no memory: as if it had not been asked
             with self._books:
                 self.n_cpu_bytes -= ticket.n_bytes
@@ -219,7 +220,8 @@ class Archive:
             if not self._cpu:
                 return True  # another thread dropped the last one
             key, entry = next(iter(self._cpu.items()))
-            tensors = entry.tensors
+            copies = entry.copies
+        tensors = copies.tensors()
         header = header_of(tensors, entry.about(key))
         if len(header) + payload_bytes(tensors) > self.disk_bytes:
             self._forget(key)
@@ -256,7 +258,7 @@ class Archive:
                 self._disk[key] = entry
                 entry.n_file_bytes, entry.checksum = n_bytes, checksum
                 if self._cpu.pop(key, None) is not None:
-                    entry.tensors = {}
+                    entry.copies = Copies()
                     self.n_cpu_bytes -= n_payload
             else:
                 self.n_disk_bytes -= n_bytes
@@ -272,15 +274,11 @@ class Archive:
         raise ArchiveError(msg)
 
     def _forget(self, key: str) -> int:
-        """Drop a copy, whoever owns it.
-
-        Returns:
-            Bytes of CPU memory that are free now.
-        """
+        """Drop a copy, whoever owns it. Returns the bytes of CPU memory that are free now."""
         with self._books:
             entry = self._cpu.pop(key, None)
             if entry is not None:
-                freed = payload_bytes(entry.tensors)
+                freed = entry.copies.n_bytes
                 self.n_cpu_bytes -= freed
                 return freed
             entry = self._disk.pop(key, None)

@@ -6,10 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from sidequest_langchain.errors import ArchiveError
+from sidequest_langchain.kv.beside import Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class Entry:
     meta: dict[str, str]
     fingerprint: str
     n_owners: int = 1
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    copies: Copies = field(default_factory=Copies)
     """In CPU memory."""
     n_file_bytes: int = 0
     checksum: str = ""
@@ -59,11 +57,3 @@ class Entry:
 def as_text(fingerprint: Mapping[str, str]) -> str:
     """A fingerprint as it is kept and compared."""
     return json.dumps(dict(fingerprint), sort_keys=True)
-
-
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous copies on the CPU, in storages of exactly their size."""
-    return {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        for name, tensor in tensors.items()
-    }

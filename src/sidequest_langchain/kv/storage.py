@@ -84,14 +84,19 @@ class Storage:
     def from_tensors(cls, tensors: Mapping[str, Tensor], layout: KVLayout) -> Storage:
         """The storage that `tensors` were of, moved to where the layers run; not to be written.
 
+        Copies in page-locked memory move beside the computation; PyTorch keeps them until then.
+
         Raises:
             ValueError: They are not those of a storage of this layout.
         """
         try:
             if _is_even(layout):
-                return cls._of_whole(tensors["rows"].to(layout[0].device))
+                return cls._of_whole(tensors["rows"].to(layout[0].device, non_blocking=True))
             keys, values = (
-                [tensors[f"{name}.{layer}"].to(s.device) for layer, s in enumerate(layout)]
+                [
+                    tensors[f"{name}.{layer}"].to(s.device, non_blocking=True)
+                    for layer, s in enumerate(layout)
+                ]
                 for name in ("key", "value")
             )
         except KeyError as error:
