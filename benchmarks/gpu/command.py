@@ -30,6 +30,7 @@ stages, correctness first:
   syncs       how often the host waits for the device in one pass
   memory      a release gives the allocator back what its receipt says
   exhaustion  where memory ends, one request fails and the tree is what it was
+  copies      rows archived beside the computation come back bit for bit
   steps       ms a decode step by rows and trunk, beside transformers.generate
   prefill     prompt tokens a second by chunk, beside transformers.generate
   profile     a table of where the time goes, with --profile FILE
@@ -56,6 +57,7 @@ STAGES: dict[str, Stage] = {
     "syncs": holding.check_syncs,
     "memory": holding.check_memory,
     "exhaustion": holding.check_exhaustion,
+    "copies": holding.check_copies,
     "steps": speed.measure_steps,
     "prefill": speed.measure_prefill,
     "profile": speed.write_profile,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sidequest_langchain.engine.engine import Engine
+from sidequest_langchain.kv.beside import Copies
 from sidequest_langchain.kv.segment import Path
 
 from .driving import Forest, ask, engine_on, generate, run_together
@@ -52,6 +54,33 @@ def check_syncs(setting: Setting, findings: Findings) -> None:
         raise Skipped(msg)
     for name, (n_waits, _) in counts.items():
         findings.at_most(f"waits in a pass, {name}", n_waits, n_layers - 1)
+
+
+def check_copies(setting: Setting, findings: Findings) -> None:
+    """Copies to CPU memory whose sources are overwritten at once, with products going on beside."""
+    n = setting.pick(2**10, 2**24)
+    for dtype in (torch.bfloat16, torch.int8):
+        rows = torch.arange(n, device=setting.device).view(4, -1)
+        source = {"whole": rows.to(dtype), "strided": rows.to(dtype)[:, ::2].clone()[:, 1:]}
+        before = {name: t.cpu() for name, t in source.items()}
+        square = torch.eye(setting.pick(8, 2048), device=setting.device)
+        setting.wait()
+        begun = time.perf_counter()
+        copies = Copies.of(source)
+        told_s = time.perf_counter() - begun
+        source.clear()
+        for _ in range(20):
+            square = square @ square
+        torch.zeros(2 * n, dtype=dtype, device=setting.device)
+        found = copies.tensors()
+        for name, tensor in before.items():
+            findings.holds(
+                "copies are bit-identical", ok=torch.equal(found[name], tensor), case=name
+            )
+        findings.figures[f"{dtype}"] = {
+            "ms until the call returned": 1e3 * told_s,
+            "ms until all was there": 1e3 * (time.perf_counter() - begun),
+        }
 
 
 def branches(forest: Forest, trunk: Sequence[int], n_rows: int) -> list[Path]:
