@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "$$found makes no virtual environment; on Debian: apt-get install python3-venv" >&2; \
 	  exit 1; \
 	}
-	@"$(BIN)/python" -m pip install --quiet --disable-pip-version-check \
+	@"$(BIN)/python" -m pip install --disable-pip-version-check \
 	  --constraint constraints.txt --editable '.[dev]'
 	@touch "$@"
 

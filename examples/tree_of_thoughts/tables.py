@@ -45,8 +45,8 @@ def summary(run: Run) -> Table:
 
 def comparison(runs: Sequence[Run]) -> Table:
     """Several runs, one row for each method."""
-    table = Table(title="all runs", expand=False)
-    for name in ("method", "solved", "calls", "prefilled", "reused", "peak KV", "kept", "s"):
+    table = Table(title="all runs", expand=False, caption="unreleased: peak KV, nothing released")
+    for name in ("method", "solved", "calls", "prefilled", "reused", "peak KV", "unreleased", "s"):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for method in dict.fromkeys(run.method for run in runs):
         some = [run for run in runs if run.method == method]

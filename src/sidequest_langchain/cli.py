@@ -65,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _eval(words[1:])
         if words[:1] in (["trace"], ["fit-importance"]):
             return _learn(words[0], words[1:])
+        if not words:
+            _parser().print_help(sys.stderr)
+            return 2
         return _run(_parser().parse_args(words))
     except SystemExit as leaving:  # argparse: after --help, --version, or a mistake
         return leaving.code if isinstance(leaving.code, int) else 2
