@@ -48,6 +48,9 @@ def test_what_idles_is_released_in_the_end_only_for_what_must_go():
     leaf = idle(2, 20, path, protected=[True] * 20)
     assert released(Staged()(cache(path, leaf, rows=10))) == [2]
     assert released(Staged()(cache(path, leaf, rows=10, to_evict=0))) == []
+    leaves = [idle(n, 20, path, protected=[True] * 20, age=n) for n in (2, 3, 4)]
+    for policy in (Staged(), H2O()):
+        assert released(policy(cache(path, *leaves, rows=60, to_evict=10 * ROW))) == [4]
 
 
 def test_packing_goes_on_to_the_target():
@@ -103,6 +106,9 @@ def test_rows_go_down_to_a_twentieth_below_the_budget():
     tree.n_bytes = 1200
     assert limits.to_evict(limit) == 250
     assert limits.excess(limit) == 200
+    tree.n_bytes = 940
+    assert limits.to_evict(limit, 200) <= 0
+    assert limits.to_evict(limit, 200, must_fit=True) == 140
 
 
 def test_a_budget_in_rows_frees_all_at_once():

@@ -219,7 +219,8 @@ class EngineCore:
         else:
             logger.debug("a step of %d requests failed; each runs alone", len(shares))
             for share in shares:
-                self._run([share])
+                if share.sequence.path is not None:  # else it waits again by now
+                    self._run([share])
 
     def _take(self, shares: list[Share], logits: Tensor) -> None:
         """Count what the pass wrote, sample, and finish what is over."""
@@ -268,8 +269,7 @@ class EngineCore:
                 break
             self._extend(sequence, [token_id])
             n_right += 1
-        self.counters.n_guessed_tokens += len(guesses)
-        self.counters.n_right_guesses += n_right
+        self.counters.count_guesses(len(guesses), n_right)
         sequence.learn(len(guesses), n_right)
         return reason
 

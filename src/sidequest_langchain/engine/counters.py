@@ -20,6 +20,11 @@ class Counters:
     n_right_guesses: int = 0
     """Those of them that the model chose, too."""
 
+    def count_guesses(self, n: int, n_right: int) -> None:
+        """Add the guesses of one request in one step."""
+        self.n_guessed_tokens += n
+        self.n_right_guesses += n_right
+
     def count(self, result: GenerationResult) -> None:
         """Add one finished request."""
         self.n_prompt_tokens += result.n_prompt_tokens

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from sidequest_langchain.config import CacheConfig
 from sidequest_langchain.engine.sequence import Sequence
-from sidequest_langchain.errors import BudgetExceeded
 from sidequest_langchain.kv.segment import n_common
 from sidequest_langchain.kv.tree import SegmentTree
 from sidequest_langchain.labels import PathSelector
@@ -133,11 +132,6 @@ class Scheduler:
                 continue
             try:
                 self._begin(sequence)
-            except BudgetExceeded as error:
-                if self.running and sequence.request.clearing is None:
-                    delayed.append(sequence)  # for the room that those who run will give back
-                    break
-                failed.append((sequence, error))
             except BaseException as error:
                 failed.append((sequence, error))
         delayed.extend(self.waiting)
@@ -177,15 +171,15 @@ class Scheduler:
             self.waiting.remove(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
-            self._let_more_run()
+            self._n_ended += 1
+        self._let_more_run()
         path = sequence.path
         if path is not None and path.is_running:
             self._tree.discard(path)
 
     def _let_more_run(self) -> None:
-        self._n_ended += 1
         if self.is_idle:
-            self._most_running = self._config.max_running
+            self._most_running, self._n_ended = self._config.max_running, 0
         elif self._n_ended >= self._most_running < self._config.max_running:
             self._most_running, self._n_ended = self._most_running + 1, 0
 

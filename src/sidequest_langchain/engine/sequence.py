@@ -57,6 +57,7 @@ class Sequence:
         """Its path's number, given when it is queued."""
         self.path: Path | None = None
         self.n_resident = 0
+        self._n_reused = 0
         self.generated: list[int] = []
         self._sink = sink
         self._tokenizer = tokenizer
@@ -99,12 +100,9 @@ class Sequence:
 
     def known_ids(self, first: int = 0, last: int | None = None) -> tuple[int, ...]:
         """The tokens of the prompt, and those generated so far."""
-        n = self.n_prompt
-        last = self.n_known if last is None else last
-        return (
-            *self.request.prompt_ids[first:last],
-            *self.generated[max(0, first - n) : max(0, last - n)],
-        )
+        n, last = self.n_prompt, self.n_known if last is None else last
+        new = self.generated[max(0, first - n) : max(0, last - n)]
+        return (*self.request.prompt_ids[first:last], *new)
 
     @property
     def is_greedy(self) -> bool:
@@ -122,6 +120,7 @@ class Sequence:
         self.n_resident = path.n_reused
         if self._admitted == self._begun:
             self._admitted = time.perf_counter()
+            self._n_reused = path.n_reused
 
     @property
     def may_be_held_back(self) -> bool:
@@ -244,7 +243,7 @@ class Sequence:
             kept_ids=self.kept_ids(),
             finish_reason=reason,
             n_prompt_tokens=self.n_prompt,
-            n_reused_tokens=self.path.n_reused,
+            n_reused_tokens=self._n_reused,
             n_generated_tokens=self._n_sampled,
             logprobs=tuple(self._logprobs),
             segment_id=segment_id,

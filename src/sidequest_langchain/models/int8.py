@@ -93,7 +93,7 @@ class Int8Product:
         self.in_features = weights[0].shape[1]
         quantised = [quantise_rows(weight) for weight in weights]
         codes = torch.cat([codes for codes, _ in quantised])
-        self._scales = torch.cat([scales for _, scales in quantised]) / self.slicing.steps
+        self._scales = torch.cat([scales for _, scales in quantised])
         self._packed = prepacked(codes)
         self._zeros = torch.zeros(len(codes), dtype=torch.int32)
         self._n_rows = max(32, BLOCK_BYTES // (N_SLICES * 4 * max(codes.shape)))
@@ -109,6 +109,8 @@ class Int8Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Outputs of all layers side by side, fp32 `[T, N]`, for `x` `[T, K]`."""
+        if not len(x):
+            return x.new_empty(0, sum(self.sizes))
         if len(x) <= self._n_rows:
             return self._block(x)
         out = x.new_empty(len(x), sum(self.sizes))
@@ -118,11 +120,23 @@ class Int8Product:
             self._block(part, into)
         return out
 
+    def tell(self, codes: Tensor) -> list[Tensor]:
+        """What tells these weights from others, the same on every processor.
+
+        Args:
+            codes: Bytes of at most 127, `[S, K]`: no processor saturates.
+
+        Returns:
+            Their whole-numbered sums, the scales, and the bias if there is one.
+        """
+        sums = product(codes, self._packed, torch.ones_like(self._scales), self._zeros)
+        return [sums, self._scales, *([] if self._bias is None else [self._bias])]
+
     def _block(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        if len(x) <= FEW and out is None and self.slicing is WIDE:
+        if len(x) <= FEW and out is None and self.slicing == WIDE:
             return of_few(x, self._multiply, self._few_bias)
-        codes, peak = self.slicing.split(x)
-        found = torch.mul(self.slicing.join(self._multiply(codes)), peak, out=out)
+        codes, worth = self.slicing.split(x)
+        found = torch.mul(self.slicing.join(self._multiply(codes)), worth, out=out)
         return found if self._bias is None else found.add_(self._bias)
 
     def _multiply(self, codes: Tensor) -> Tensor:

@@ -176,9 +176,9 @@ def _check_kernel() -> str | None:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return f"this build of torch has no int8 product for this processor ({first})"
     codes, scales = quantise_rows(weight)
-    parts, peak = product.slicing.split(x)
+    parts, worth = product.slicing.split(x)
     steps = product.slicing.join(parts.double() - ZERO)
-    expected = (steps @ codes.double().T) * scales * peak / product.slicing.steps
+    expected = (steps @ codes.double().T) * scales * worth
     least = 1e-6 * float(expected.abs().max())
     if not torch.allclose(got, expected, rtol=1e-5, atol=least):
         return "the int8 product of this build of torch is not exact on this processor"

@@ -47,27 +47,28 @@ class Slicing:
             x: fp32 `[T, K]`.
 
         Returns:
-            Bytes `[3 T, K]`, the finest slice first, each with `ZERO` added; and the rows' largest
-            magnitudes, fp32 `[T, 1]`.
+            Bytes `[3 T, K]`, the finest slice first, each with `ZERO` added; and what a step of
+            each row is worth, fp32 `[T, 1]`.
         """
         peak = x.abs().amax(-1, keepdim=True).clamp_min_(float(_LEAST))
-        if self is WIDE:
+        worth = peak * (1 / self.steps)
+        if self == WIDE:
             # At 1.5 * 2^23 a step of fp32 is 1: the sum's bytes are the slices.
             steps = (x.contiguous() * (peak.reciprocal() * self.steps)).add_(_MAGIC)
             parts = steps.view(torch.uint8).view(*x.shape, 4)[..., :N_SLICES].permute(2, 0, 1)
             codes = torch.empty(parts.shape, dtype=torch.uint8)
-            return codes.copy_(parts).view(-1, x.shape[1]), peak
+            return codes.copy_(parts).view(-1, x.shape[1]), worth
         # Truncated: the half makes it round.
         whole = (x * (peak.reciprocal() * self.steps)).add_(self.middle + 0.5).to(torch.int32)
         slices = [(whole >> shift).to(torch.uint8) for shift in (0, 7, 14)]
         # Joined as bytes: fresh memory for long prompts costs more than the arithmetic.
-        return torch.cat(slices).bitwise_and_(self.base - 1), peak
+        return torch.cat(slices).bitwise_and_(self.base - 1), worth
 
     def join(self, slices: Tensor) -> Tensor:
         """What stacked slices without their `ZERO`, `[3 T, N]`, stand for.
 
         Returns:
-            `[T, N]`; 1 / `steps` of it is in units of a row's peak.
+            `[T, N]`, in steps.
         """
         fine, middle, coarse = slices.chunk(N_SLICES)
         return torch.add(torch.add(fine, middle, alpha=self.base), coarse, alpha=self.base**2)
@@ -92,15 +93,22 @@ def of_few(x: Tensor, multiply: Callable[[Tensor], Tensor], bias: Floats | None)
 
     Args:
         x: fp32 `[T, K]`.
-        multiply: Sums of codes `[3 T, K]`, fp32 `[3 T, N]`, in units of a row's peak / `steps`.
+        multiply: Sums of codes `[3 T, K]`, fp32 `[3 T, N]`, in steps.
         bias: `[N]`.
 
     Returns:
         fp32 `[T, N]`.
     """
-    rows: Floats = x.detach().numpy()
+    rows: Floats = x.detach().contiguous().numpy()
     peak = np.abs(rows).max(-1, keepdims=True)
     np.maximum(peak, _LEAST, out=peak)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite stays so, silently
+        return _of_few(rows, peak, multiply, bias)
+
+
+def _of_few(
+    rows: Floats, peak: Floats, multiply: Callable[[Tensor], Tensor], bias: Floats | None
+) -> Tensor:
     steps = rows * (np.reciprocal(peak) * np.float32(WIDE.steps))
     steps += np.float32(_MAGIC)
     parts = steps.view(np.uint8).reshape(*rows.shape, 4)[..., :N_SLICES].transpose(2, 0, 1)
@@ -111,7 +119,7 @@ def of_few(x: Tensor, multiply: Callable[[Tensor], Tensor], bias: Floats | None)
     middle += fine
     total *= np.float32(WIDE.base**2)
     total += middle
-    total *= peak
+    total *= peak * np.float32(1 / WIDE.steps)
     if bias is not None:
         total += bias
     return torch.from_numpy(total)

@@ -105,7 +105,7 @@ class Cycles:
         if not must and self._monitor.n_steps < self._quiet_until:
             return []
         segments = self._gatherer.segments()
-        lossy = self.limits.to_evict(limit, n_coming)
+        lossy = self.limits.to_evict(limit, n_coming, must_fit=reason == "asked")
         decide = partial(self._decide, reason, limit, segments, lossy, asks_policy=asks_policy)
         decision = decide(max(wanted, must), must)
         receipts = [

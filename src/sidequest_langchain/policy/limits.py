@@ -79,16 +79,23 @@ class Limits:
             target=config.target,
         )
 
-    def to_evict(self, limit: Limit, n_coming: int = 0) -> int:
+    def to_evict(self, limit: Limit, n_coming: int = 0, *, must_fit: bool = False) -> int:
         """Bytes of those wanted for which rows may be lost.
 
         In bytes, packing gives room in good time, and rows go only for what does not fit packed:
         with a fifth of the budget always free they would go for nothing. In rows, packing frees
         nothing, and few cycles that free much are better than many.
+
+        Args:
+            limit: Which.
+            n_coming: Bytes that are about to be added.
+            must_fit: They may not exceed the budget, as a step's own rows may for that step.
         """
         if limit.unit == "rows" or limit.soft is None:
             return self.wanted(limit, n_coming)
-        return max(self.excess(limit), self.amount("bytes") - limit.soft + self._slack(limit.soft))
+        coming = n_coming if must_fit else 0
+        beyond = self.amount("bytes", coming) - limit.soft
+        return max(self.excess(limit), beyond, beyond - coming + self._slack(limit.soft))
 
     def are_due(self, n_coming: int = 0) -> bool:
         """Whether a cycle would have something to give back.

@@ -44,8 +44,8 @@ class ByScore(ABC):
             return ()
         draft = Draft(facts)
         draft.evict(self.scores(facts), fair=self.fair, block=self.block, reason=self.name)
-        if draft.left_to_evict > 0:
-            draft.release_idle(reason=f"{self.name}: no unprotected row is left")
+        reason = f"{self.name}: no unprotected row is left"
+        draft.release_idle(is_last_resort=True, reason=reason)
         return draft.acts()
 
 

@@ -120,9 +120,21 @@ class Draft:
         for segment_id, offsets in take_groups(choice, self.left).items():
             self._pack(segment_id, offsets, bits, reason)
 
-    def release_idle(self, among: Collection[int] | None = None, *, reason: str = "") -> None:
-        """Release idle segments that nothing builds on, the least recently read first."""
-        while self.left > 0:
+    def release_idle(
+        self,
+        among: Collection[int] | None = None,
+        *,
+        is_last_resort: bool = False,
+        reason: str = "",
+    ) -> None:
+        """Release idle segments that nothing builds on, the least recently read first.
+
+        Args:
+            among: Ids of the segments that may go; all by default.
+            is_last_resort: Stop where no more rows need be lost.
+            reason: For the receipt.
+        """
+        while (self.left_to_evict if is_last_resort else self.left) > 0:
             gone = set(self._released)
             parents = {s.parent_id for s in self.facts.segments if s.segment_id not in gone}
             idle = [

@@ -67,8 +67,7 @@ class Staged:
         for among, why in zip(ranks(draft.facts), ("idle", "a sibling", "running"), strict=True):
             reason = f"least expected attention, {why}"
             draft.evict(scores, among, fair=self.fair, block=self.block, reason=reason)
-        if draft.left_to_evict > 0:
-            draft.release_idle(reason="no unprotected row is left")
+        draft.release_idle(is_last_resort=True, reason="no unprotected row is left")
 
     def _can_wait(self, facts: CacheFacts) -> bool:
         budget = facts.budget_bytes
