@@ -10,6 +10,9 @@ from sidequest_langchain.policy.facts import Unit
 from sidequest_langchain.policy.gathering import running_tips
 from sidequest_langchain.policy.schedule import budget_in_bytes, limit_in_bytes, to_free
 
+LONG_ROWS = 512
+"""Rows that attention reads where they lie, and of which more would gain little."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
@@ -136,13 +139,15 @@ class Limits:
         )
 
     def spare_rows(self) -> int:
-        """Rows that are few next to what lies between where cycles begin and the budget.
+        """Rows of a segment whose copies, when it loses rows, are few next to the budget.
 
-        When a segment of so many loses rows, those that stay are copied; a step's own rows, and
-        room to grow, come on top and must fit there too.
+        In bytes they must fit between where cycles begin and the budget, beside a step's own rows
+        and room to grow. A budget in rows bounds time, which many short segments cost.
         """
-        budgets = [limit.hard for limit in self.limits() if limit.hard is not None]
-        return self._slack(min(budgets, default=2**62)) // self._tree.bytes_per_token
+        of_unit = {limit.unit: limit.hard for limit in self.limits() if limit.hard is not None}
+        if "bytes" not in of_unit and self.budget_rows is not None:
+            return min(LONG_ROWS, self.budget_rows // 4)
+        return self._slack(of_unit.get("bytes", 2**62)) // self._tree.bytes_per_token
 
     def headroom(self) -> float:
         """Bytes up to where cycles begin to give back, of the limit that is nearest."""
