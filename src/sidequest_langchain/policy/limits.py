@@ -10,6 +10,8 @@ from sidequest_langchain.policy.facts import Unit
 from sidequest_langchain.policy.gathering import running_tips
 from sidequest_langchain.policy.schedule import budget_in_bytes, limit_in_bytes, to_free
 
+GROWTH_ROWS = 32
+"""By which a tip grows at least, about."""
 LONG_ROWS = 512
 """Rows that attention reads where they lie, and of which more would gain little."""
 
@@ -141,12 +143,14 @@ class Limits:
     def spare_rows(self) -> int:
         """Rows of a segment whose copies, when it loses rows, are few next to the budget.
 
-        In bytes they must fit between where cycles begin and the budget, beside a step's own rows
-        and room to grow. A budget in rows bounds time, which many short segments cost.
+        They must fit between where cycles begin and the budget, beside a step's own rows and room
+        to grow. A budget in rows bounds time, which many short segments cost: there they take all
+        of that but some rows to grow.
         """
         of_unit = {limit.unit: limit.hard for limit in self.limits() if limit.hard is not None}
         if "bytes" not in of_unit and self.budget_rows is not None:
-            return min(LONG_ROWS, self.budget_rows // 4)
+            between = round((1 - self._config.trigger) * self.budget_rows)
+            return min(LONG_ROWS, between - GROWTH_ROWS)
         return self._slack(of_unit.get("bytes", 2**62)) // self._tree.bytes_per_token
 
     def headroom(self) -> float:
