@@ -121,8 +121,8 @@ def test_a_budget_in_rows_frees_all_at_once():
 
 def test_segments_may_be_long_where_a_budget_bounds_time():
     of_rows, _ = limits_of(0, budget_tokens=2000)
-    assert of_rows.spare_rows() == 400 - 32
-    assert limits_of(0, budget_tokens=10_000)[0].spare_rows() == 512
+    assert of_rows.spare_rows(64) == 400 + 64 - 32
+    assert limits_of(0, budget_tokens=10_000)[0].spare_rows(64) == 512
     of_both, _ = limits_of(0, budget_tokens=2000, budget_bytes=4000)
-    assert of_both.spare_rows() == 200 // 10
-    assert limits_of(0, budget_bytes=4000)[0].spare_rows() == 200 // 10
+    assert of_both.spare_rows(64) == 200 // 10
+    assert limits_of(0, budget_bytes=4000)[0].spare_rows(64) == 200 // 10

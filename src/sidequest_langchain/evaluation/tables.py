@@ -29,7 +29,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
 
 
 def _print(rows: Sequence[Sequence[str]], console: Console) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
     for head in rows[0]:
         table.add_column(head, justify="left" if head == "policy" else "right", no_wrap=True)
     for row in rows[1:]:
@@ -111,12 +111,18 @@ def _cells(document: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> l
 
 
 def _failures(document: Mapping[str, Any]) -> list[str]:
-    """What failed, with how often; such runs score nothing."""
+    """What failed, with how often; such runs score nothing. Who fails alike shares a line."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    examples: dict[tuple[Any, ...], str] = {}
+    for one in document["results"]:
+        for kind, found in one["errors"].items():
+            key = (one["budget"], kind, found["n"], one["n_runs"])
+            alike.setdefault(key, []).append(one["policy"])
+            examples.setdefault(key, found["example"])
     return [
-        f"{one['policy']} at {one['budget']}: {found['n']} of {one['n_runs']} runs failed and "
-        f"score nothing, for example: {kind}: {found['example']}"
-        for one in document["results"]
-        for kind, found in one["errors"].items()
+        f"{', '.join(policies)} at {budget}: {n} of {n_runs} runs failed and score nothing, for "
+        f"example: {kind}: {examples[budget, kind, n, n_runs]}"
+        for (budget, kind, n, n_runs), policies in alike.items()
     ]
 
 

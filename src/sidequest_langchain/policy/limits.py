@@ -140,17 +140,20 @@ class Limits:
             for limit in self.limits()
         )
 
-    def spare_rows(self) -> int:
+    def spare_rows(self, block_rows: int) -> int:
         """Rows of a segment whose copies, when it loses rows, are few next to the budget.
 
         They must fit between where cycles begin and the budget, beside a step's own rows and room
         to grow. A budget in rows bounds time, which many short segments cost: there they take all
-        of that but some rows to grow.
+        of that, and what a prefill's chunk may take, which comes when they are gone.
+
+        Args:
+            block_rows: Rows of a chunk.
         """
         of_unit = {limit.unit: limit.hard for limit in self.limits() if limit.hard is not None}
         if "bytes" not in of_unit and self.budget_rows is not None:
             between = round((1 - self._config.trigger) * self.budget_rows)
-            return min(LONG_ROWS, between - GROWTH_ROWS)
+            return min(LONG_ROWS, between + block_rows - GROWTH_ROWS)
         return self._slack(of_unit.get("bytes", 2**62)) // self._tree.bytes_per_token
 
     def headroom(self) -> float:

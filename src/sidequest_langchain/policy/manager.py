@@ -260,7 +260,7 @@ class Manager:
     def _fuse(self) -> None:
         """Let the pieces of running paths that have become short be read as one; exact."""
         self._has_sealed = False
-        most = max(self._block_rows, self._cycles.limits.spare_rows())
+        most = max(self._block_rows, self._cycles.limits.spare_rows(self._block_rows))
         self.monitor.read_masses()
         for tip in running_tips(self._tree):
             for segment in tip.path():
