@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--planner-window", type=int, default=50, help="recent tokens at full precision, a branch"
     )
-    parser.add_argument("--agent-budget", type=float, default=0.33, help="likewise")
+    parser.add_argument("--agent-budget", type=float, default=0.3, help="likewise")
     parser.add_argument("--planner-chunk", type=int, help="prompt tokens a step")
     args = parser.parse_args(argv)
     found = {"planner": _planner(args), "agent": _agent(args)}

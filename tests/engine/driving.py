@@ -31,7 +31,7 @@ from tests.support import oracle
 from tests.support.tiny import tiny_model
 
 THREAD = "sidequest-engine"
-PATIENCE_S = 30.0
+PATIENCE_S = 150.0
 """Longest wait for anything; only a hang lasts so long."""
 
 _call_numbers = itertools.count()

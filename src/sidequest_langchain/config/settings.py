@@ -68,7 +68,7 @@ class CacheConfig(Settings):
     (`configurable={"sidequest_tenant": ...}`); or everyone (`"shared"`)."""
     prefill_chunk: int | None = None
     """Tokens of one prompt fed per engine step; `None` chooses by device, and where a budget is
-    managed no more than about an eighth of it, since each chunk is made room for."""
+    managed no more than about an eighth of it, since a chunk may exceed it for a step."""
     prompt_lookup: int | None = None
     """Most tokens of an answer guessed ahead in a step, from where its last words occurred
     before. Exact: the model checks every guess in the same pass. 0 never guesses; `None` guesses

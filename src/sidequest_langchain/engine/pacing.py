@@ -27,8 +27,8 @@ GUESS_ROOM = {"cpu": 8}
 def prefill_chunk_of(adapter: ModelAdapter, config: CacheConfig) -> int:
     """Prompt tokens fed in one step.
 
-    Where a budget is managed, a small share of it: each chunk is made room for at full precision,
-    and rows that packing would have kept must not go for that.
+    Where a budget is managed, a small share of it: by a chunk at full precision it is exceeded
+    for a step.
     """
     chunk = config.prefill_chunk or PREFILL_CHUNK.get(adapter.device.type, 512)
     if config.prefill_chunk is not None or not config.is_managed or config.observe:
