@@ -145,7 +145,7 @@ def in_place(part: Part, first: int, last: int) -> tuple[Sequence[Tensor], Seque
     if isinstance(part, RowsByHead) and part.rows is not None:
         return None
     if isinstance(part, (StoredRows, RowsByHead)):
-        return part.storage.views(part.first + first, part.first + last)
+        return part.storage.kept_views(part.first + first, part.first + last)
     return None
 
 
@@ -168,7 +168,7 @@ def _spans(plain: dict[tuple[Segment, int, int], list[int]], *, is_merged: bool)
 
 
 def _block(span: _Span, n_decoding: int) -> Block:
-    keys, values = span.storage.views(span.first, span.last)
+    keys, values = span.storage.kept_views(span.first, span.last)
     return Block(
         rows=None if len(span.rows) == n_decoding else span.rows,
         keys=keys,

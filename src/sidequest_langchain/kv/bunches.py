@@ -19,7 +19,7 @@ from sidequest_langchain.kv.packed import PackedBlock
 from sidequest_langchain.kv.packed_reading import PackedRows
 from sidequest_langchain.kv.parts import LOAD_ROWS
 
-COPY_BYTES = 2**18
+COPY_BYTES = 2**15
 """K and V of one layer up to which copying rows beside others costs less than a call for them."""
 
 Load = Callable[[int], tuple[Sequence[Tensor], Sequence[Tensor]]]
@@ -85,10 +85,10 @@ class Reads:
     """Places of blocks that are read each with its own call."""
     bunches: tuple[Bunch, ...]
 
-    @property
-    def calls(self) -> list[Block | Bunch]:
-        """What is read, one call of the kernel each."""
-        return [*(self.blocks[at] for at in self.alone), *self.bunches]
+    calls: tuple[Block | Bunch, ...]
+    """What is read, one call of the kernel each."""
+    are_whole: bool
+    """Whether every decoding row sees every row of all blocks, in all heads."""
 
     def slots(self, n_rows: int) -> list[int]:
         """A number for each call, as low as may be, that no other call for one of its rows has.
@@ -143,7 +143,13 @@ def reads_of(blocks: tuple[Block, ...]) -> Reads:
                 alone.append(some[0].at)
             else:
                 bunches.append(Bunch(some))
-    return Reads(blocks, tuple(alone), tuple(bunches))
+    return Reads(
+        blocks=blocks,
+        alone=tuple(alone),
+        bunches=tuple(bunches),
+        calls=(*(blocks[at] for at in alone), *bunches),
+        are_whole=all(block.rows is None and block.low is None for block in blocks),
+    )
 
 
 def _filled(pieces: Sequence[Piece]) -> list[list[Piece]]:

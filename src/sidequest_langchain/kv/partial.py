@@ -51,6 +51,40 @@ class Partial(Protocol):
         ...
 
 
+class Partials(Protocol):
+    """`Partial` of the same queries over several blocks, of which they see every key.
+
+    Args (positional): `q` `[H, T, D]`, one query head a KV head; blocks of `k` `[H, S, D]` and `v`
+    `[H, S, Dv]` each.
+
+    Returns the outputs `[P, H, T, Dv]`, in any float dtype, and the log-sum-exps `[P, H, T]`, fp32.
+    """
+
+    def __call__(
+        self, q: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], *, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        """See the class.
+
+        Args:
+            q: Queries, `[H, T, D]`.
+            blocks: K and V of each block.
+            scaling: Factor of the scores.
+        """
+        ...
+
+
+def one_by_one(partial: Partial) -> Partials:
+    """`Partials` that call `partial` for each block."""
+
+    def partials(
+        q: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], *, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        found = [partial(q, k, v, scaling=scaling) for k, v in blocks]
+        return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])
+
+    return partials
+
+
 KEY_BLOCK = 2048
 """Keys scored at once: bounds the score matrix of a long block."""
 

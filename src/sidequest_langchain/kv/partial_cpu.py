@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from sidequest_langchain.kv.partial import math_partial
+from sidequest_langchain.kv.partial import math_partial, one_by_one
 
 
 def cpu_partial(
@@ -50,3 +52,23 @@ def cpu_partial(
     if blind is not None:  # the kernel says 0 for a query that saw nothing
         lse = lse.masked_fill(blind, float("-inf"))
     return out, lse
+
+
+def cpu_partials(
+    q: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], *, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """`Partials` by the fused kernel.
+
+    A token's attention over a managed path is many calls for little: here nothing surrounds them.
+    """
+    if any(k.shape[2] != v.shape[2] for k, v in blocks):
+        return one_by_one(cpu_partial)(q, blocks, scaling=scaling)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    batched = q.unsqueeze(0)
+    found = [
+        kernel(batched, k.unsqueeze(0), v.unsqueeze(0), 0.0, False, attn_mask=None, scale=scaling)
+        for k, v in blocks
+    ]
+    if len(found) == 1:
+        return found[0][0], found[0][1].float()
+    return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found]).float()

@@ -14,6 +14,12 @@ from torch import Tensor
 from sidequest_langchain.kv.layout import KVLayout
 
 
+Views = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Rows of K and of V in every layer, `[H, n, D]` and `[H, n, Dv]` each."""
+MOST_KEPT = 16
+"""Views of a storage that are kept: paths that share it may see other rows each."""
+
+
 class Storage:
     """Room for `capacity` rows of K and V in every layer.
 
@@ -23,7 +29,7 @@ class Storage:
     All copies are made before anything is let go: where memory ends, nothing has happened.
     """
 
-    __slots__ = ("_keys", "_values", "_whole", "capacity")
+    __slots__ = ("_keys", "_kept", "_values", "_whole", "capacity")
 
     def __init__(
         self, keys: list[Tensor], values: list[Tensor], capacity: int, whole: Tensor | None = None
@@ -31,9 +37,8 @@ class Storage:
         self._keys, self._values = keys, values
         self.capacity = capacity
         self._whole = whole
-        """K of all layers, then V, `[2 L, H, capacity, D]`; `None` where layers differ. Its views
-        are made when they are asked for: kept, thousands of idle segments would be a hundred
-        thousand objects for the garbage collector."""
+        """K of all layers, then V, `[2 L, H, capacity, D]`; `None` where layers differ."""
+        self._kept: dict[tuple[int, int], Views] = {}
 
     @classmethod
     def of(cls, layout: KVLayout, capacity: int) -> Storage:
@@ -121,7 +126,24 @@ class Storage:
             return self._whole.untyped_storage().nbytes()
         return sum(t.untyped_storage().nbytes() for t in (*self._keys, *self._values))
 
-    def views(self, first: int, last: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def kept_views(self, first: int, last: int) -> Views:
+        """`views` that decoding asks for at every step: made once, until `forget_views`.
+
+        Not for what is idle: the views of thousands of segments would be a hundred thousand objects
+        for the garbage collector.
+        """
+        found = self._kept.get((first, last))
+        if found is None:
+            if len(self._kept) == MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            found = self._kept[first, last] = self.views(first, last)
+        return found
+
+    def forget_views(self) -> None:
+        """Nobody decodes over these rows, for now."""
+        self._kept.clear()
+
+    def views(self, first: int, last: int) -> Views:
         """Rows `first..last` of K and of V in every layer."""
         if self._whole is not None:
             views = self._whole.narrow(2, first, last - first).unbind(0)

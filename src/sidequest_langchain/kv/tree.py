@@ -16,7 +16,7 @@ from sidequest_langchain.kv.allocator import return_to_system
 from sidequest_langchain.kv.clearing import ClearingTree
 from sidequest_langchain.kv.grafting import GraftingTree
 from sidequest_langchain.kv.layout import KVLayout
-from sidequest_langchain.kv.segment import Path
+from sidequest_langchain.kv.segment import Path, Segment
 from sidequest_langchain.labels import StepLabel
 
 
@@ -96,6 +96,7 @@ class SegmentTree(ClearingTree, GraftingTree):
             tip.is_open = path.is_running = True
             raise
         self._fit_path(path.tip)
+        _forget_views(path.tip)
         self._touch(path.tip)
         self.idle.note(path.tip)
         if path.is_released:
@@ -109,7 +110,14 @@ class SegmentTree(ClearingTree, GraftingTree):
         self.crop(path, 0)  # a pin keeps what the path stands on, not what it stored
         path.is_running = False
         path.tip.is_open = False
+        _forget_views(path.tip)
         self._forget(path)
         if path.tip.n_pins:
             self._fit_path(path.tip)
         return_to_system(self._free_unneeded(path.tip, []))
+
+
+def _forget_views(tip: Segment) -> None:
+    """A path stopped running; others over the same segments make their views again."""
+    for segment in tip.path():
+        segment.storage.forget_views()

@@ -16,8 +16,8 @@ from torch import Tensor
 from sidequest_langchain.kv.blocks import Block
 from sidequest_langchain.kv.features import Features
 from sidequest_langchain.kv.part_attention import read, read_apart, read_segment
-from sidequest_langchain.kv.partial import Partial, math_partial, merge
-from sidequest_langchain.kv.partial_cpu import cpu_partial
+from sidequest_langchain.kv.partial import Partial, Partials, math_partial, merge, one_by_one
+from sidequest_langchain.kv.partial_cpu import cpu_partial, cpu_partials
 from sidequest_langchain.kv.partial_cuda import cuda_partial
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.step_plan import StepPlan
@@ -26,6 +26,8 @@ from sidequest_langchain.kv.watching import Decoded, Prefilled
 __all__ = ["Features", "attend"]
 
 _PARTIALS: dict[str, Partial] = {"cpu": cpu_partial, "cuda": cuda_partial}
+_OF_MANY: dict[Partial, Partials] = {cpu_partial: cpu_partials}
+"""Partials that have a quicker way for several blocks."""
 
 
 def attend(
@@ -86,27 +88,30 @@ def _decode(
     grouped = q.view(n_kv, -1, *q.shape[1:])
     shape = q.shape[:2]
     everyone = grouped.flatten(1, 2)
-    singles = grouped.unbind(2) if plan.has_single(calls) else ()
-    outputs, lses = [], []
     by_piece: list[Tensor] = []
-    for call in calls:
-        if call.rows is None:
-            queries = everyone
-        elif len(call.rows) == 1:
-            queries = singles[call.rows[0]]
-        else:
-            members = plan.index(call.rows, call.rows, q.device)
-            queries = grouped.index_select(2, members).flatten(1, 2)
-        if is_watched and not isinstance(call, Block):
-            out, lse, of_pieces = read_apart(call, layer, queries, features, partial)
-            by_piece += of_pieces
-        else:
-            out, lse = read(call, layer, queries, features, partial)
-        outputs.append(out)
-        lses.append(lse)
-    if len(calls) == 1:
-        out, sums = outputs[0].reshape(*shape, -1), lses[0].reshape(shape)
+    if reads.are_whole and not (is_watched and reads.bunches) and features.softcap is None:
+        of_many = _OF_MANY.get(partial) or one_by_one(partial)
+        loaded = [call.load(layer) for call in calls]
+        parts, sums = of_many(everyone, loaded, scaling=features.scaling)
+        lses = list(sums.unbind()) if is_watched else []
     else:
+        outputs, lses = [], []
+        singles = grouped.unbind(2) if plan.has_single(calls) else ()
+        for call in calls:
+            if call.rows is None:
+                queries = everyone
+            elif len(call.rows) == 1:
+                queries = singles[call.rows[0]]
+            else:
+                members = plan.index(call.rows, call.rows, q.device)
+                queries = grouped.index_select(2, members).flatten(1, 2)
+            if is_watched and not isinstance(call, Block):
+                out, lse, of_pieces = read_apart(call, layer, queries, features, partial)
+                by_piece += of_pieces
+            else:
+                out, lse = read(call, layer, queries, features, partial)
+            outputs.append(out)
+            lses.append(lse)
         if all(call.rows is None for call in calls):
             parts, sums = torch.stack(outputs), torch.stack(lses)
         else:
@@ -115,6 +120,9 @@ def _decode(
                 outputs,
                 lses,
             )
+    if len(parts) == 1:
+        out, sums = parts[0].reshape(*shape, -1), sums[0].reshape(shape)
+    else:
         out, sums = merge(parts, sums).reshape(*shape, -1), sums.reshape(-1, *shape)
     if is_watched:
         seen = Decoded(

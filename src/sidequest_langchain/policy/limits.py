@@ -12,7 +12,7 @@ from sidequest_langchain.policy.schedule import budget_in_bytes, limit_in_bytes,
 
 GROWTH_ROWS = 32
 """By which a tip grows at least, about."""
-LONG_ROWS = 512
+LONG_ROWS = 4096
 """Rows that attention reads where they lie, and of which more would gain little."""
 
 
