@@ -80,7 +80,7 @@ def test_a_trunk_of_1000_tokens_in_8_branches(make_engine: MakeEngine) -> None:
 def test_released_storages_are_gone(engine: Engine) -> None:
     """No view keeps the storage of a whole prefill alive."""
     run(engine, ask(ids(64), 1, call="first"))
-    whole = weakref.ref(next(iter(engine._core.tree.segments())).storage._whole)
+    whole = weakref.ref(next(iter(engine._core.tree.segments())).storage._parts[0])
     for n in range(1, 4):
         run(engine, ask([*ids(16 * n), *ids(48, seed=n)], 1, call=str(n)))
     gc.collect()

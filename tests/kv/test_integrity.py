@@ -82,13 +82,13 @@ def free_under_a_path(grove):
 def show_a_view(grove):
     leaf = leaf_of(grove)
     wide = torch.zeros(2, 2, 6)
-    leaf.storage._keys[0] = wide[:, :, :3]
+    leaf.storage._parts[0] = wide[:, :, :3]
 
 
 def shorten_a_layer(grove):
     leaf = leaf_of(grove)
     before = leaf.n_bytes
-    leaf.storage._values[1] = leaf.storage._values[1][:, :1].clone()
+    leaf.storage._parts[-1] = leaf.storage._parts[-1][:, :1].clone()
     grove.tree.n_bytes += leaf.n_bytes - before
 
 

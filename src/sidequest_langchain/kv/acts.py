@@ -5,7 +5,7 @@ Every act is all or nothing: what it needs is made before anything is let go. It
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -139,10 +139,19 @@ class ActingTree(RadixTree):
         wanted = set(kept)
         first, _ = segment.place
         rows = [first + row for row in rows_at(managed.dense, wanted)]
+        may_stay = rows and not (residency.packed and segment.fellows)
+        if may_stay and segment.storage.changes_by_layer:
+            return self._install(segment, residency, None, n_copied, rows=rows)
         return self._install(segment, residency, segment.storage.gathered(rows), n_copied)
 
     def _install(
-        self, segment: Segment, residency: Residency, storage: Storage | None, n_copied: int = 0
+        self,
+        segment: Segment,
+        residency: Residency,
+        storage: Storage | None,
+        n_copied: int = 0,
+        *,
+        rows: Sequence[int] | None = None,
     ) -> int:
         """Put in what was made for a segment. Returns the bytes freed.
 
@@ -151,17 +160,18 @@ class ActingTree(RadixTree):
             residency: All of it.
             storage: The dense rows; `None` leaves them where they are.
             n_copied: Bytes of copies that are there for the moment.
+            rows: Of the storage, those of the segment that stay, if some do not.
         """
-        fellows = segment.fellows if storage is not None and segment.fellows else [segment]
+        fellows = list(segment.fellows) or [segment]
         n_bytes, n_rows = sum(s.n_bytes for s in fellows), segment.n_resident
         old = {id(block) for block in segment.packed}
         n_copied += sum(block.n_bytes for block in residency.packed if id(block) not in old)
-        if storage is None:
-            segment.residency = residency.or_none()
+        if storage is not None:
+            n_copied += storage.n_bytes + chain.leave(segment, storage, residency.or_none())
+        elif rows is not None:
+            n_copied += chain.thin(segment, rows, residency.or_none())
         else:
-            chain.leave(segment, storage, residency.or_none())
-            n_copied += storage.n_bytes
-            n_copied += sum(s.n_bytes for s in fellows if s is not segment)
+            segment.residency = residency.or_none()
         freed = n_bytes - sum(s.n_bytes for s in fellows)
         self.n_tokens += segment.n_resident - n_rows
         self._account(-freed, n_copied)

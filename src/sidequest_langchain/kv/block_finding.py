@@ -12,6 +12,9 @@ from sidequest_langchain.kv.parts import Part, RowsByHead, StoredRows
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.kv.storage import Storage
 
+Seen = tuple[Segment, int, int, int]
+"""Rows of a storage: of which segment, where in the storage its rows begin, and which of these."""
+
 
 class _Span:
     """Rows of a storage that the same decoding rows see, while more of them are looked for."""
@@ -44,7 +47,7 @@ def find_blocks(
         window: A token sees the last `window` positions; `None` is all.
         is_merged: Whether segments that follow one another in one storage are one block.
     """
-    plain: dict[tuple[Segment, int, int], list[int]] = {}
+    plain: dict[Seen, list[int]] = {}
     managed: dict[tuple[Segment, int, int, int, int | None, int], list[int]] = {}
     for j, (row, lineage) in enumerate(decoding):
         oldest = 0 if window is None else row.position - window + 1
@@ -60,12 +63,14 @@ def find_blocks(
                     last = segment.n_rows + 1
                 first = max(0, low)
                 if first < last:
-                    plain.setdefault((segment, first, last), []).append(j)
+                    plain.setdefault((segment, segment.place[0], first, last), []).append(j)
                 continue
             high = segment.n_tokens if horizon is None else horizon - segment.start
             for n, part in enumerate(parts):
                 found = rows_seen(part, low, high)
-                if found is not None:
+                if found is not None and is_merged and isinstance(part, StoredRows):
+                    plain.setdefault((segment, part.first, *found[:2]), []).append(j)
+                elif found is not None:
                     managed.setdefault((segment, n, *found), []).append(j)
     blocks = [_block(span, len(decoding)) for span in _spans(plain, is_merged=is_merged)]
     for (segment, n, first, last, seen_from, high), members in managed.items():
@@ -97,7 +102,7 @@ def blocks_behind(
         Blocks of which all tokens of the chunk see every row, each for one "decoding row", and
         the segments of which some see a part only, or not every head sees the same.
     """
-    plain: dict[tuple[Segment, int, int], list[int]] = {}
+    plain: dict[Seen, list[int]] = {}
     blocks: list[Block] = []
     rest: list[Segment] = []
     for segment in lineage:
@@ -108,13 +113,16 @@ def blocks_behind(
         elif parts is None:
             last = min(segment.n_rows, high)
             if last > 0:
-                plain[segment, 0, last] = [0]
+                plain[segment, segment.place[0], 0, last] = [0]
         else:
             seen = [(part, found) for part in parts if (found := rows_seen(part, 0, high))]
             if any(found[2] is not None for _, found in seen):
                 rest.append(segment)
                 continue
             for part, (first, last, _, _) in seen:
+                if isinstance(part, StoredRows):
+                    plain[segment, part.first, first, last] = [0]
+                    continue
                 blocks.append(_of_part(segment, part, first, last))
     spans = [_block(span, 1) for span in _spans(plain, is_merged=True)]
     return (*spans, *blocks), tuple(rest)
@@ -149,12 +157,17 @@ def in_place(part: Part, first: int, last: int) -> tuple[Sequence[Tensor], Seque
     return None
 
 
-def _spans(plain: dict[tuple[Segment, int, int], list[int]], *, is_merged: bool) -> list[_Span]:
+def _spans(plain: dict[Seen, list[int]], *, is_merged: bool) -> list[_Span]:
+    seen = list(plain.items())
+    if is_merged:
+        # Segments may lie in a storage in another order than on a path: attention asks for none.
+        order = {id(s.storage): n for n, ((s, *_), _) in reversed(list(enumerate(seen)))}
+        seen.sort(key=lambda one: (order[id(one[0][0].storage)], one[0][1] + one[0][2]))
     ends: dict[tuple[int, int, tuple[int, ...]], _Span] = {}
     closed: list[_Span] = []
-    for (segment, first, last), members in plain.items():
-        who, at = tuple(members), segment.place[0]
-        # Segments that follow one another in one storage are one block for who sees both.
+    for (segment, at, first, last), members in seen:
+        who = tuple(members)
+        # Rows that follow one another in one storage are one block for who sees both.
         span = ends.pop((id(segment.storage), at + first, who), None) if is_merged else None
         if span is None:
             span = _Span(segment.storage, at + first, who, segment)

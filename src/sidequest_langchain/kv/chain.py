@@ -32,13 +32,13 @@ def to_join(path: Sequence[Segment], most_rows: int | None = None) -> list[list[
     """Which neighbours on a path should move together, so that it has few storages again.
 
     The smallest go first, so that a long trunk is seldom copied. Those that share a storage
-    with a segment beside the path stay, and so do managed ones.
+    with a segment beside the path, or with one that is not next to them, stay, and so do managed
+    ones.
 
     Args:
         path: Closed segments, each the next one's parent.
         most_rows: Rows that a joined storage may have; `None` is any number.
     """
-    on_path = set(path)
     groups: list[list[Segment]] = []
     for segment in path:
         if groups and segment.storage is groups[-1][-1].storage:
@@ -48,7 +48,7 @@ def to_join(path: Sequence[Segment], most_rows: int | None = None) -> list[list[
     as_they_are = {id(group) for group in groups}
     kept = list(groups)  # so that no identity is given twice
     while len(groups) > MOST_BLOCKS:
-        can_move = [all(_can_move(s, on_path) for s in group) for group in groups]
+        can_move = [all(_can_move(s, group) for s in group) for group in groups]
         n_rows = [sum(s.n_rows for s in group) for group in groups]
         pairs = [i for i in range(len(groups) - 1) if can_move[i] and can_move[i + 1]]
         if most_rows is not None:
@@ -75,23 +75,99 @@ def split(segment: Segment, head: Segment, n_head: int) -> None:
     segment.move_to(segment.storage, first + n_rows, fellows)
 
 
-def leave(segment: Segment, storage: Storage, residency: Residency | None) -> None:
+def leave(segment: Segment, storage: Storage, residency: Residency | None) -> int:
     """Give a segment a storage of its own; those before and after it in the old one get theirs.
 
-    All or nothing: where there is no memory for both, nothing has happened.
+    All or nothing: where there is no memory for that, nothing has happened.
 
     Args:
         segment: Closed; its old storage goes if it was its own.
         storage: Holds its rows, and no others.
         residency: What the storage's rows are.
+
+    Returns:
+        Bytes of copies that were there for the moment.
     """
-    at = segment.fellows.index(segment) if segment.fellows else 0
-    sides = [side for side in (segment.fellows[:at], segment.fellows[at + 1 :]) if side]
-    made = [Storage.joined([s.storage for s in side], [s.place for s in side]) for side in sides]
-    for side, storage_of_side in zip(sides, made, strict=True):
-        _lay(side, storage_of_side)
+    n_copied = 0
+    if segment.fellows and segment.storage.changes_by_layer:
+        others = [s for s in segment.fellows if s is not segment]
+        n_copied = _keep(segment.storage, others)
+    elif segment.fellows:
+        at = segment.fellows.index(segment)
+        sides = [side for side in (segment.fellows[:at], segment.fellows[at + 1 :]) if side]
+        made = [Storage.joined([s.storage for s in of], [s.place for s in of]) for of in sides]
+        for side, storage_of_side in zip(sides, made, strict=True):
+            _lay(side, storage_of_side)
+            n_copied += storage_of_side.n_bytes
     segment.move_to(storage, 0, [])
     segment.residency = residency
+    return n_copied
+
+
+def thin(segment: Segment, rows: Sequence[int], residency: Residency | None) -> int:
+    """Let a segment lose rows where it lies, in a storage that changes by layer.
+
+    All or nothing: where there is no memory for one layer, nothing has happened.
+
+    Args:
+        segment: Closed, alone or with fellows.
+        rows: Of the storage, ascending, those of the segment that stay.
+        residency: What these rows are.
+
+    Returns:
+        Bytes of copies that were there for the moment.
+    """
+    storage = segment.storage
+    first, last = segment.place
+    behind = range(last, storage.capacity if segment.fellows else last)
+    storage.keep([*range(first), *rows, *behind])
+    segment.residency = residency
+    n_gone = last - first - len(rows)
+    for s in segment.fellows:
+        if s is not segment and s.place[0] >= last:
+            s.move_to(storage, s.place[0] - n_gone, s.fellows)
+    return storage.n_part_bytes
+
+
+def unite(segments: Sequence[Segment], *, most_of_piece: int, most_of_layer: int) -> int:
+    """Let closed segments of a path lie in one storage by layer, one after another; exact.
+
+    Pieces are made to be by layer first, one after another; then all are copied layer by layer.
+
+    Args:
+        segments: All that lie in some storages, in the order of the path. None is packed.
+        most_of_piece: Rows of a piece, which is there twice while it is made to be by layer.
+        most_of_layer: Rows, of all layers, that are as many bytes as one layer of the storage may
+            have, which is there twice while it is copied.
+
+    Returns:
+        Bytes that were there twice, at most. Where there is no memory, some stay as they are.
+    """
+    of_storage: dict[Storage, list[Segment]] = {}
+    for segment in segments:
+        of_storage.setdefault(segment.storage, []).append(segment)
+    groups = list(of_storage.values())
+    n_twice = 0
+    for group in groups:
+        n_rows = sum(s.n_rows for s in group)
+        if group[0].storage.is_in_one and n_rows <= most_of_piece:
+            by_layer = group[0].storage.by_layer(n_rows)
+            n_twice = max(n_twice, by_layer.n_bytes)
+            for s in group:
+                s.move_to(by_layer, s.place[0], s.fellows)
+    run: list[list[Segment]] = []
+    for group in [*groups, []]:
+        n_rows = sum(s.n_rows for of in (*run, group) for s in of)
+        fits = group and group[0].storage.changes_by_layer
+        if fits and n_rows <= most_of_layer * group[0].storage.n_parts:
+            run.append(group)
+            continue
+        if len(run) > 1:
+            united = Storage.united([of[0].storage for of in run])
+            n_twice = max(n_twice, united.n_part_bytes)
+            _lay([s for of in run for s in of], united)
+        run = [group] if fits else []
+    return n_twice
 
 
 def is_next(segment: Segment, follower: Segment) -> bool:
@@ -100,27 +176,45 @@ def is_next(segment: Segment, follower: Segment) -> bool:
     return is_shared and segment.place[1] == follower.place[0]
 
 
-def settle(storage: Storage, fellows: list[Segment]) -> int:
-    """Give back the rows of those that left a shared storage. Returns the change in bytes.
+def settle(storage: Storage, fellows: list[Segment]) -> tuple[int, int]:
+    """Give back the rows of those that left a shared storage.
 
     A view must not keep a large buffer alive, so the others move to a smaller one. Where there
     is no memory for that, it stays as it is and counts in full.
+
+    Returns:
+        The change in bytes, and bytes of copies that were there for the moment.
     """
     n_rows = sum(s.n_rows for s in fellows)
     if n_rows == storage.capacity:
-        return 0
+        return 0, 0
+    before = storage.n_bytes
     if not fellows:
-        return -storage.n_bytes
+        return -before, 0
     try:
+        if storage.changes_by_layer:
+            n_copied = _keep(storage, fellows)
+            return storage.n_bytes - before, n_copied
         smaller = Storage.joined([storage] * len(fellows), [s.place for s in fellows])
     except (MemoryError, RuntimeError):  # torch's own is a RuntimeError
-        return 0
+        return 0, 0
     _lay(fellows, smaller)
-    return smaller.n_bytes - storage.n_bytes
+    return smaller.n_bytes - before, smaller.n_bytes
 
 
-def _can_move(segment: Segment, on_path: set[Segment]) -> bool:
-    return segment.residency is None and on_path.issuperset(segment.fellows)
+def _keep(storage: Storage, segments: Sequence[Segment]) -> int:
+    """Let all rows of a storage that changes by layer go, but for those of some segments.
+
+    Returns:
+        Bytes of copies that were there for the moment.
+    """
+    storage.keep([row for s in segments for row in range(*s.place)])
+    _lay(segments, storage)
+    return storage.n_part_bytes
+
+
+def _can_move(segment: Segment, group: Sequence[Segment]) -> bool:
+    return segment.residency is None and set(group).issuperset(segment.fellows)
 
 
 def _lay(segments: Sequence[Segment], storage: Storage) -> None:

@@ -57,6 +57,34 @@ class FusingTree(SharingTree):
             n += self._fuse(run, storage, residency)
         return n
 
+    def unite(self, path_tip: Segment, *, most_of_piece: int, most_of_layer: int) -> None:
+        """Let closed segments of a path lie in one storage, side by side and in order. Exact.
+
+        Attention reads them as one block, and they lose rows where they lie. Stays as it is: what
+        is open, packed or kept by head, what shares a storage with a segment beside the path, and
+        what a snapshot borrows.
+
+        Args:
+            path_tip: Where the path ends.
+            most_of_piece: Rows of a piece that may be there twice for a moment.
+            most_of_layer: Rows of which one layer's share of the storage may be there twice.
+        """
+        path = path_tip.path()
+        on_path = set(path)
+        segments = [s for s in path if (s.n_rows or s.fellows) and _can_lie_with_others(s, on_path)]
+        if len({id(s.storage) for s in segments}) < 2:
+            return
+        before = {id(s.storage): s.storage.n_bytes for s in segments}
+        try:
+            n_copied = chain.unite(
+                segments, most_of_piece=most_of_piece, most_of_layer=most_of_layer
+            )
+        except (MemoryError, RuntimeError):  # only slower without; torch's is a RuntimeError
+            n_copied = 0
+        after = {id(s.storage): s.storage.n_bytes for s in segments}
+        change = sum(after.values()) - sum(before.values())
+        self._account(change, n_copied)
+
     # -- inside --------------------------------------------------------------------------
 
     def _runs(
@@ -146,6 +174,12 @@ def _can_fuse(parent: Segment, child: Segment) -> bool:
     return is_only and all(
         not (s.is_open or s.n_pins or s.kept_by_head is not None) for s in (parent, child)
     )
+
+
+def _can_lie_with_others(segment: Segment, on_path: set[Segment]) -> bool:
+    is_closed = not segment.is_open and segment.kept_by_head is None and not segment.packed
+    is_of_path = on_path.issuperset(segment.fellows)
+    return is_closed and is_of_path and not segment.storage.is_borrowed
 
 
 def _own_their_storages(parent: Segment, child: Segment) -> bool:

@@ -54,8 +54,9 @@ def _check_segment(segment: Segment) -> None:
     _require(segment.is_needed, f"{name} is kept for nobody")
     _require(parent is not None and segment in parent.children, f"{name} hangs loose")
     _require(parent is not None and segment.start == parent.end, f"{name} starts elsewhere")
+    is_even = segment.storage.lengths == {segment.storage.capacity}
+    _require(is_even, f"{name}: layers differ in length")
     for tensor in (*segment.keys, *segment.values):
-        _require(tensor.shape[1] == segment.capacity, f"{name}: layers differ in length")
         is_own = tensor.is_contiguous() or bool(segment.fellows)
         _require(is_own and not tensor.requires_grad, f"{name} is a view")
     _require(segment.n_rows <= segment.capacity, f"{name}: more tokens than rows")

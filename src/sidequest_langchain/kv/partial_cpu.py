@@ -65,10 +65,7 @@ def cpu_partials(
         return one_by_one(cpu_partial)(q, blocks, scaling=scaling)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     batched = q.unsqueeze(0)
-    found = [
-        kernel(batched, k.unsqueeze(0), v.unsqueeze(0), 0.0, False, attn_mask=None, scale=scaling)
-        for k, v in blocks
-    ]
+    found = [kernel(batched, k.unsqueeze(0), v.unsqueeze(0), scale=scaling) for k, v in blocks]
     if len(found) == 1:
         return found[0][0], found[0][1].float()
     return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found]).float()

@@ -204,9 +204,8 @@ class RadixTree:
 
     def _settle(self, storage: Storage, fellows: list[Segment]) -> int:
         """Give back what left a shared storage. Returns the change in bytes."""
-        n_bytes = storage.n_bytes
-        change = chain.settle(storage, fellows)
-        self._account(change, n_bytes + change if change else 0)
+        change, n_copied = chain.settle(storage, fellows)
+        self._account(change, n_copied)
         return change
 
     def _join(self, segment: Segment) -> None:

@@ -1,6 +1,6 @@
 """A thread's paths as plain records: taken from a tree, written to a file.
 
-A snapshot copies no rows: storages of closed segments are never written, so that holding them
+A snapshot copies no rows: storages of closed segments are never written, so that borrowing them
 is enough. It must not know which thread, nor what a label means.
 """
 
@@ -43,7 +43,7 @@ class TakenSegment:
     @property
     def n_orphaned_bytes(self) -> int:
         """Bytes that only the snapshot keeps: the tree let go of them meanwhile."""
-        if self.storage is None or self.segment.storage is self.storage:
+        if self.storage is None or self.segment.storage.is_of(self.storage):
             return 0
         return self.storage.n_bytes
 
@@ -92,12 +92,15 @@ def take(
     places: dict[Segment, int] = {}
     taken: list[TakenSegment] = []
     tips: list[tuple[StepLabel, int]] = []
+    lent: dict[int, Storage] = {}
     tickets: dict[str, Ticket] = {}
     for path in paths:
         up = -1
         for segment in path.tip.path():
             if segment not in places:
                 places[segment] = len(taken)
+                if id(segment.storage) not in lent:
+                    lent[id(segment.storage)] = segment.storage.lent()
                 taken.append(
                     TakenSegment(
                         parent=up,
@@ -105,7 +108,7 @@ def take(
                         ids=list(segment.token_ids),
                         kinds=bytes(segment.kinds),
                         residency=segment.residency,
-                        storage=segment.storage,
+                        storage=lent[id(segment.storage)],
                         place=segment.place,
                         is_idle=bool(segment.archived) and is_idle(segment),
                     )

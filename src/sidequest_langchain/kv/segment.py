@@ -101,7 +101,7 @@ class Segment(Tokens):
         """Bytes of its storage, room to grow included, and of its packed rows."""
         packed = self.n_packed_bytes
         if self.fellows:
-            return self._storage.n_bytes // self._storage.capacity * self.n_rows + packed
+            return self._storage.n_bytes // max(1, self._storage.capacity) * self.n_rows + packed
         return self._storage.n_bytes + packed
 
     @property
@@ -224,7 +224,7 @@ class Segment(Tokens):
         n_bytes = packed if self.fellows else self.n_bytes
         if self.fellows:
             self.fellows.remove(self)
-        self.move_to(Storage([], [], 0), 0, [])
+        self.move_to(Storage.empty(), 0, [])
         if self.residency is not None:  # nothing of it is resident, and no copy is its any more
             self.residency = Residency(n_tokens=self.n_tokens, kept=())
         return n_bytes

@@ -1,18 +1,19 @@
-"""The K/V rows of one segment in all layers: what is allocated, copied and freed at once.
+"""The K/V rows of one segment, or of some in a row, in all layers.
 
 It must not know tokens or the tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from sidequest_langchain.kv.layout import KVLayout
-
+from sidequest_langchain.kv.row_moves import in_one, moved_up
 
 Views = tuple[Sequence[Tensor], Sequence[Tensor]]
 """Rows of K and of V in every layer, `[H, n, D]` and `[H, n, Dv]` each."""
@@ -23,22 +24,27 @@ MOST_KEPT = 16
 class Storage:
     """Room for `capacity` rows of K and V in every layer.
 
-    Layers that are alike lie in one allocation, so that growing, cutting and freeing cost one
-    operation, not two a layer; layers that differ have two tensors each.
+    It consists of parts, each an allocation of its own, in one of three forms:
 
-    All copies are made before anything is let go: where memory ends, nothing has happened.
+    * in one: K of all layers, then V, `[2 L, H, capacity, D]`, so that growing, cutting and freeing
+      cost one operation, not two a layer;
+    * by layer: K and V of one layer, `[2, H, capacity, D]`, so that a long storage can lose or take
+      in rows while hardly more than a layer of it is there twice (`united`, `keep`);
+    * K of every layer, then V of every layer, `[H, capacity, D]` each, where layers differ.
+
+    All copies are made before anything is let go, but for `united` and `keep`: where memory ends,
+    nothing has happened.
     """
 
-    __slots__ = ("_keys", "_kept", "_values", "_whole", "capacity")
+    __slots__ = ("__weakref__", "_borrowers", "_is_even", "_kept", "_parts", "capacity")
 
-    def __init__(
-        self, keys: list[Tensor], values: list[Tensor], capacity: int, whole: Tensor | None = None
-    ) -> None:
-        self._keys, self._values = keys, values
+    def __init__(self, parts: list[Tensor], capacity: int, *, is_even: bool) -> None:
+        self._parts = parts
         self.capacity = capacity
-        self._whole = whole
-        """K of all layers, then V, `[2 L, H, capacity, D]`; `None` where layers differ."""
+        self._is_even = is_even
+        """Whether K and V of a layer lie in one part, since all layers are alike."""
         self._kept: dict[tuple[int, int], Views] = {}
+        self._borrowers: weakref.WeakSet[Storage] = weakref.WeakSet()
 
     @classmethod
     def of(cls, layout: KVLayout, capacity: int) -> Storage:
@@ -46,44 +52,60 @@ class Storage:
         if _is_even(layout):
             layer = layout[0]
             shape = (2 * len(layout), layer.n_kv_heads, capacity, layer.key_dim)
-            return cls._of_whole(torch.empty(shape, dtype=layer.dtype, device=layer.device))
-        keys, values = (
-            [
-                torch.empty((s.n_kv_heads, capacity, dim), dtype=s.dtype, device=s.device)
-                for s, dim in zip(layout, dims, strict=True)
-            ]
+            whole = torch.empty(shape, dtype=layer.dtype, device=layer.device)
+            return cls([whole], capacity, is_even=True)
+        parts = [
+            torch.empty((s.n_kv_heads, capacity, dim), dtype=s.dtype, device=s.device)
             for dims in ([s.key_dim for s in layout], [s.value_dim for s in layout])
-        )
-        return cls(keys, values, capacity)
+            for s, dim in zip(layout, dims, strict=True)
+        ]
+        return cls(parts, capacity, is_even=False)
 
     @classmethod
-    def _of_whole(cls, whole: Tensor) -> Storage:
-        return cls([], [], whole.shape[2], whole)
+    def empty(cls) -> Storage:
+        """A storage without rows or layers: that of what was freed."""
+        return cls([], 0, is_even=False)
 
     @classmethod
     def joined(cls, storages: Sequence[Storage], places: Sequence[tuple[int, int]]) -> Storage:
         """A new storage with rows `first..last` of each of some storages, one after another."""
-        wholes = [s._whole for s in storages]
-        if wholes[0] is not None:
-            cut = [
-                whole.narrow(2, first, last - first)
-                for whole, (first, last) in zip(wholes, places, strict=True)
-                if whole is not None
-            ]
-            return cls._of_whole(torch.cat(cut, 2))
-        parts = [s.views(*place) for s, place in zip(storages, places, strict=True)]
-        keys = [torch.cat(layer, 1) for layer in zip(*(k for k, _ in parts), strict=True)]
-        values = [torch.cat(layer, 1) for layer in zip(*(v for _, v in parts), strict=True)]
-        return cls(keys, values, sum(last - first for first, last in places))
+        some = _alike(storages)
+        capacity = sum(last - first for first, last in places)
+        cuts = [list(s._cut(*place)) for s, place in zip(some, places, strict=True)]
+        parts = [torch.cat(cut, -2) for cut in zip(*cuts, strict=True)]
+        return cls(parts, capacity, is_even=some[0]._is_even)
+
+    @classmethod
+    def united(cls, storages: Sequence[Storage]) -> Storage:
+        """One storage with all rows of some that are by layer, one after another; they are gone.
+
+        Rows are copied layer by layer, and what was copied is let go.
+
+        Raises:
+            RuntimeError: There was no memory for a layer (torch's own error). The storages are as
+                they were, except that layers before that one may be views of one buffer.
+        """
+        n_parts = len(storages[0]._parts)
+        made: list[Tensor] = []
+        for at in range(n_parts):
+            made.append(torch.cat([s._parts[at] for s in storages], -2))
+            first = 0
+            for s in storages:  # whole again, should there be no memory for the next layer
+                s._parts[at] = made[-1].narrow(-2, first, s.capacity)
+                first += s.capacity
+        capacity = sum(s.capacity for s in storages)
+        is_even = storages[0]._is_even
+        for s in storages:
+            s.forget_views()
+        return cls(made, capacity, is_even=is_even)
 
     def tensors(self, first: int = 0, last: int | None = None) -> dict[str, Tensor]:
-        """Rows `first..last`, by default all, by name, as views; for `from_tensors`."""
-        n = (self.capacity if last is None else last) - first
-        if self._whole is not None:
-            return {"rows": self._whole.narrow(2, first, n)}
-        keys = {f"key.{layer}": t.narrow(1, first, n) for layer, t in enumerate(self._keys)}
-        values = {f"value.{layer}": t.narrow(1, first, n) for layer, t in enumerate(self._values)}
-        return keys | values
+        """Rows `first..last`, by default all, by name, for `from_tensors`: views where they may."""
+        cut = list(self._cut(first, self.capacity if last is None else last))
+        if self._is_even:
+            return {"rows": cut[0] if len(cut) == 1 else in_one(cut)}
+        names = [f"{kind}.{n}" for kind in ("key", "value") for n in range(len(cut) // 2)]
+        return dict(zip(names, cut, strict=True))
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], layout: KVLayout) -> Storage:
@@ -96,18 +118,47 @@ class Storage:
         """
         try:
             if _is_even(layout):
-                return cls._of_whole(tensors["rows"].to(layout[0].device, non_blocking=True))
-            keys, values = (
-                [
-                    tensors[f"{name}.{layer}"].to(s.device, non_blocking=True)
-                    for layer, s in enumerate(layout)
-                ]
+                whole = tensors["rows"].to(layout[0].device, non_blocking=True)
+                return cls([whole], whole.shape[-2], is_even=True)
+            parts = [
+                tensors[f"{name}.{layer}"].to(s.device, non_blocking=True)
                 for name in ("key", "value")
-            )
+                for layer, s in enumerate(layout)
+            ]
         except KeyError as error:
             msg = f"these tensors are not the rows of {len(layout)} layers: {error} is missing"
             raise ValueError(msg) from error
-        return cls(keys, values, keys[0].shape[1])
+        return cls(parts, parts[0].shape[-2], is_even=False)
+
+    @property
+    def changes_by_layer(self) -> bool:
+        """Whether `united` and `keep` may be called: it is by layer, and nobody borrows it."""
+        return self._is_even and len(self._parts) > 1 and not self._borrowers
+
+    @property
+    def is_in_one(self) -> bool:
+        """Whether `by_layer` may be called: all layers lie in one part."""
+        return self._is_even and len(self._parts) == 1
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether somebody holds its rows as they are: see `lent`."""
+        return bool(self._borrowers)
+
+    @property
+    def n_parts(self) -> int:
+        """Allocations that it consists of."""
+        return len(self._parts)
+
+    @property
+    def lengths(self) -> set[int]:
+        """Rows of its parts: `capacity`, unless something went wrong."""
+        return {t.shape[-2] for t in self._parts} or {self.capacity}
+
+    @property
+    def n_part_bytes(self) -> int:
+        """Bytes of the largest of them: what is there twice while it changes by layer."""
+        return max(t.numel() * t.element_size() for t in self._parts)
 
     @property
     def keys(self) -> list[Tensor]:
@@ -121,10 +172,8 @@ class Storage:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes allocated."""
-        if self._whole is not None:
-            return self._whole.untyped_storage().nbytes()
-        return sum(t.untyped_storage().nbytes() for t in (*self._keys, *self._values))
+        """Bytes of its rows, those yet to be written included."""
+        return sum(t.numel() * t.element_size() for t in self._parts)
 
     def kept_views(self, first: int, last: int) -> Views:
         """`views` that decoding asks for at every step: made once, until `forget_views`.
@@ -145,29 +194,70 @@ class Storage:
 
     def views(self, first: int, last: int) -> Views:
         """Rows `first..last` of K and of V in every layer."""
-        if self._whole is not None:
-            views = self._whole.narrow(2, first, last - first).unbind(0)
-            n_layers = len(views) // 2
-            return views[:n_layers], views[n_layers:]
-        return _cut(self._keys, first, last), _cut(self._values, first, last)
+        cut = list(self._cut(first, last))
+        if not self._is_even:
+            n = len(cut) // 2
+            return cut[:n], cut[n:]
+        if len(cut) == 1:
+            both = cut[0].unbind(0)
+            n = len(both) // 2
+            return both[:n], both[n:]
+        keys, values = zip(*(layer.unbind(0) for layer in cut), strict=True)
+        return keys, values
+
+    def lent(self) -> Storage:
+        """What holds these rows as they are now, whatever becomes of the storage. Copies nothing.
+
+        As long as it is there, the storage does not change layer by layer, which would need more
+        memory, not less.
+        """
+        other = Storage(list(self._parts), self.capacity, is_even=self._is_even)
+        self._borrowers.add(other)
+        return other
+
+    def is_of(self, other: Storage) -> bool:
+        """Whether two have the same rows in memory, as one that was lent."""
+        mine, theirs = self._parts, other._parts
+        return len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True))
+
+    def by_layer(self, n_rows: int) -> Storage:
+        """A new storage by layer that holds the first rows, and has no room for more."""
+        whole = self._parts[0].narrow(-2, 0, n_rows)
+        n = len(whole) // 2
+        return Storage([whole[at::n].contiguous() for at in range(n)], n_rows, is_even=True)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Let all but some rows go, layer by layer; those left move up.
+
+        A layer is copied and its old rows are let go before the next one is.
+
+        Args:
+            rows: Which stay, ascending.
+
+        Raises:
+            RuntimeError: There is no memory for one layer (torch's own error). Nothing was done.
+        """
+        self.forget_views()
+        for at, old in enumerate(self._parts):
+            try:
+                self._parts[at] = _chosen(old, rows)
+            except (MemoryError, RuntimeError):
+                if not at:
+                    raise
+                # Not to be expected: there was memory for the layer before, whose rows are gone.
+                # Rows move where they are then, which needs no memory and gives none back.
+                self._parts[at] = moved_up(old, rows)
+        self.capacity = len(rows)
 
     def copy(self, first: int, last: int) -> Storage:
         """A new storage that holds rows `first..last` and has no room for more."""
-        if self._whole is not None:
-            return Storage._of_whole(_cloned(self._whole.narrow(2, first, last - first)))
-        keys = [_cloned(t) for t in _cut(self._keys, first, last)]
-        values = [_cloned(t) for t in _cut(self._values, first, last)]
-        return Storage(keys, values, last - first)
+        return self._made(_cloned, self._cut(first, last), last - first)
 
     def gathered(self, rows: Sequence[int]) -> Storage:
         """A new storage that holds copies of some rows, in the order given, and no more."""
         if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and _is_ascending(rows):
             return self.copy(rows[0], rows[-1] + 1)
-        if self._whole is not None:
-            return Storage._of_whole(_chosen(self._whole, rows))
-        keys = [_chosen(t, rows) for t in self._keys]
-        values = [_chosen(t, rows) for t in self._values]
-        return Storage(keys, values, len(rows))
+        return self._made(lambda t: _chosen(t, rows), self._parts, len(rows))
 
     def gathered_by_head(self, rows: Tensor) -> Storage:
         """A new storage that holds copies of rows of their own for each layer and head.
@@ -175,18 +265,16 @@ class Storage:
         Args:
             rows: Which, long `[L, H, n]`; all layers have `H` heads.
         """
-        if self._whole is not None:
-            both = torch.cat([rows, rows]).to(self._whole.device).unsqueeze(-1)
-            index = both.expand(-1, -1, -1, self._whole.shape[3])
-            return Storage._of_whole(self._whole.gather(2, index))
-        keys, values = (
-            [
-                t.gather(1, of_layer.to(t.device).unsqueeze(-1).expand(-1, -1, t.shape[2]))
-                for t, of_layer in zip(tensors, rows, strict=True)
-            ]
-            for tensors in (self._keys, self._values)
-        )
-        return Storage(keys, values, rows.shape[2])
+        n_layers = len(rows)
+        if self._is_even:
+            each = [torch.cat([rows, rows])] if len(self._parts) == 1 else list(rows)
+        else:
+            each = [rows[at % n_layers] for at in range(len(self._parts))]
+        parts = [
+            t.gather(-2, of_part.to(t.device).unsqueeze(-1).expand(*t.shape[:-2], -1, t.shape[-1]))
+            for t, of_part in zip(self._parts, each, strict=True)
+        ]
+        return Storage(parts, rows.shape[2], is_even=self._is_even)
 
     def write(self, rows: Sequence[int], keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Put K and V, `[H, len(rows), D]` a layer, at some rows."""
@@ -197,20 +285,29 @@ class Storage:
 
     def resized(self, n_rows: int, capacity: int) -> Storage:
         """A new storage with the first `n_rows` rows and room for `capacity`."""
-        if self._whole is not None:
-            return Storage._of_whole(_resized(self._whole, n_rows, capacity))
-        keys = [_resized(t, n_rows, capacity) for t in self._keys]
-        values = [_resized(t, n_rows, capacity) for t in self._values]
-        return Storage(keys, values, capacity)
+        return self._made(lambda t: _resized(t, n_rows, capacity), self._parts, capacity)
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _cut(self, first: int, last: int) -> Sequence[Tensor]:
+        return [t.narrow(-2, first, last - first) for t in self._parts]
+
+    def _made(
+        self, make: Callable[[Tensor], Tensor], parts: Sequence[Tensor], capacity: int
+    ) -> Storage:
+        return Storage([make(t) for t in parts], capacity, is_even=self._is_even)
+
+
+def _alike(storages: Sequence[Storage]) -> Sequence[Storage]:
+    """The same rows in one form: by layer, if any is."""
+    if len({s.n_parts for s in storages}) == 1:
+        return storages
+    return [s.by_layer(s.capacity) if s.is_in_one else s for s in storages]
 
 
 def _is_even(layout: KVLayout) -> bool:
     """Whether K and V of all layers have one shape, dtype and device."""
     return len(set(layout)) == 1 and layout[0].key_dim == layout[0].value_dim
-
-
-def _cut(tensors: list[Tensor], first: int, last: int) -> list[Tensor]:
-    return [t[:, first:last] for t in tensors]
 
 
 def _cloned(tensor: Tensor) -> Tensor:

@@ -17,6 +17,16 @@ LONG_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """Rows that may be there twice for a moment, in two ways of making a path quick to read."""
+
+    of_segment: int
+    """While a segment is copied: when it becomes part of a longer one, or loses rows."""
+    by_layer: int
+    """While a storage changes layer by layer; 0 where segments have storages of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """One limit. Rows count as the bytes that they take at full precision."""
 
@@ -140,8 +150,8 @@ class Limits:
             for limit in self.limits()
         )
 
-    def spare_rows(self, block_rows: int) -> int:
-        """Rows of a segment whose copies, when it loses rows, are few next to the budget.
+    def copies(self, block_rows: int) -> Copies:
+        """Rows that may be copied at once, so that copies are few next to the budget.
 
         They must fit between where cycles begin and the budget, beside a step's own rows and room
         to grow. A budget in rows bounds time, which many short segments cost: there they take all
@@ -151,10 +161,13 @@ class Limits:
             block_rows: Rows of a chunk.
         """
         of_unit = {limit.unit: limit.hard for limit in self.limits() if limit.hard is not None}
-        if "bytes" not in of_unit and self.budget_rows is not None:
-            between = round((1 - self._config.trigger) * self.budget_rows)
-            return min(LONG_ROWS, between + block_rows - GROWTH_ROWS)
-        return self._slack(of_unit.get("bytes", 2**62)) // self._tree.bytes_per_token
+        if "bytes" in of_unit or self.budget_rows is None:
+            spare = self._slack(of_unit.get("bytes", 2**62)) // self._tree.bytes_per_token
+            return Copies(of_segment=max(block_rows, spare), by_layer=0)
+        between = round((1 - self._config.trigger) * self.budget_rows)
+        spare = min(LONG_ROWS, between + block_rows - GROWTH_ROWS)
+        by_layer = min(spare // 4, -(-self.budget_rows // len(self._tree.layout)))
+        return Copies(of_segment=max(block_rows, spare - by_layer), by_layer=by_layer)
 
     def headroom(self) -> float:
         """Bytes up to where cycles begin to give back, of the limit that is nearest."""

@@ -260,12 +260,16 @@ class Manager:
     def _fuse(self) -> None:
         """Let the pieces of running paths that have become short be read as one; exact."""
         self._has_sealed = False
-        most = max(self._block_rows, self._cycles.limits.spare_rows(self._block_rows))
+        copies = self._cycles.limits.copies(self._block_rows)
         self.monitor.read_masses()
         for tip in running_tips(self._tree):
             for segment in tip.path():
                 self.monitor.notes_of(segment)
-            self._tree.fuse(tip, most)
+            self._tree.fuse(tip, copies.of_segment)
+            if copies.by_layer:
+                self._tree.unite(
+                    tip, most_of_piece=copies.of_segment, most_of_layer=copies.by_layer
+                )
 
     def _seal_all(self) -> None:
         """Let go of open tips' older rows too, before the budget is said to be too small."""
