@@ -2,10 +2,11 @@
 
     python -m benchmarks.managed_cost --model qwen2.5-coder-0.5b
 
-Two questions, each interleaved over several rounds, medians of the rounds' ratios reported:
+Two questions, each over several rounds, medians of the rounds' ratios reported:
 
 * watching: decoding over the same path with nothing managed, with everything watched and nothing
-  to do, and with a budget that asks for acts all the time; at most 2 % and 3 % more is wanted;
+  to do, and with a budget that asks for acts all the time, one step of each after another; at most
+  2 % and 3 % more is wanted. The steps are as many as lie between two cycles of the budget;
 * the curve: time per decoded token after 2,000 to 16,000 tokens were seen, with a budget of 2,000
   tokens and without; the first is to stay within 10 %, the second grows.
 
@@ -31,6 +32,7 @@ from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.evaluation.pages import write_between
 
 from .engine_steps import Raw, request, seconds_per_step, trunk_ids
+from .in_turn import InTurn
 from .machine import describe
 
 MOST_WATCHED, MOST_MANAGED, MOST_GROWTH = 1.02, 1.03, 1.10
@@ -72,6 +74,45 @@ class Decoding:
         return cost
 
 
+def watching(
+    engines: dict[str, Engine], ids: tuple[int, ...], steps: int, rounds: int, progress: Progress
+) -> dict[str, dict[str, float]]:
+    """Mean seconds of a step, and the median, least and most of the rounds' ratios to `PLAIN`.
+
+    Every round reads the path anew: acts of the one before would leave it shorter.
+    """
+    task = progress.add_task("steps in turn", total=rounds * steps)
+    costs: dict[str, list[float]] = {name: [] for name in engines}
+    acts = 0
+    for i in range(rounds):
+        for engine in engines.values():
+            engine.kv.clear()
+            list(engine.stream(request(ids, 1, f"read-{i}")))
+        before = len(engines[MANAGED].kv.receipts())
+        with InTurn(engines) as turn:
+            found = turn.seconds(
+                lambda i=i: request(ids, steps + 2, f"decode-{i}"),  # type: ignore[misc]
+                steps,
+                lambda: progress.advance(task),
+            )
+        acts += len(engines[MANAGED].kv.receipts()) - before
+        for name, seconds in found.items():
+            costs[name].append(statistics.mean(seconds))
+    ratios = {
+        name: [a / b for a, b in zip(v, costs[PLAIN], strict=True)] for name, v in costs.items()
+    }
+    return {
+        name: {
+            "seconds_per_step": statistics.median(v),
+            "ratio": statistics.median(ratios[name]),
+            "least": min(ratios[name]),
+            "most": max(ratios[name]),
+            "acts": acts if name == MANAGED else 0,
+        }
+        for name, v in costs.items()
+    }
+
+
 def interleaved(
     ways: dict[str, Callable[[], float]], rounds: int, base: str, progress: Progress
 ) -> dict[str, dict[str, float]]:
@@ -96,14 +137,18 @@ def interleaved(
 def table(found: dict[str, Any], args: argparse.Namespace) -> list[str]:
     """The figures as tables of Markdown."""
     lines = [
-        f"{args.model}, {args.rounds} rounds of {args.new_tokens} tokens "
-        "(`python -m benchmarks.managed_cost --docs docs/managed-cache.md`).",
+        f"{args.model}, {args.rounds} rounds of {args.steps} steps in turn, then of "
+        f"{args.new_tokens} tokens (`python -m benchmarks.managed_cost --rounds {args.rounds} "
+        f"--seen {' '.join(map(str, args.seen))} --docs docs/managed-cache.md`).",
         "",
-        f"| decoding over {args.path} tokens | ms a token | ratio |",
-        "|---|---|---|",
+        f"| decoding over {args.path} tokens | ms a token | ratio | least | most | acts |",
+        "|---|---|---|---|---|---|",
     ]
     for name, one in found["watching"].items():
-        lines.append(f"| {name} | {1e3 * one['seconds_per_step']:.1f} | {one['ratio']:.3f} |")
+        lines.append(
+            f"| {name} | {1e3 * one['seconds_per_step']:.1f} | {one['ratio']:.3f} | "
+            f"{one['least']:.3f} | {one['most']:.3f} | {one['acts']} |"
+        )
     lines += [
         "",
         f"| tokens seen | budget of {args.budget} tokens: ms a token | ratio | none: ms | ratio |",
@@ -126,23 +171,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=int, default=2000, help="tokens")
     parser.add_argument("--path", type=int, default=2000, help="tokens of the path that is watched")
     parser.add_argument("--seen", type=int, nargs="+", default=[2000, 4000, 8000, 16000])
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=224, help="of a round over the path")
+    parser.add_argument("--new-tokens", type=int, default=32, help="of a round of the curve")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--docs", type=Path, help="page between whose marks the tables go")
     args = parser.parse_args(argv)
     made = engines(args.model, args.budget, len(args.seen) + 1)
-    plain, watching, managed = made[PLAIN][0], made[WATCHED][0], made[MANAGED]
+    plain, watched, managed = made[PLAIN][0], made[WATCHED][0], made[MANAGED]
     ids = trunk_ids(plain, max([*args.seen, args.path]))
     found: dict[str, Any] = {}
     with Progress(transient=True) as progress:
         path = ids[: args.path]
-        three = {PLAIN: plain, WATCHED: watching, MANAGED: managed[-1]}
-        ways: dict[str, Callable[[], float]] = {
-            name: Decoding(engine, path, args.new_tokens).seconds for name, engine in three.items()
-        }
-        found["watching"] = interleaved(ways, args.rounds, PLAIN, progress)
-        plain.kv.clear()
-        ways = {}
+        three = {PLAIN: plain, WATCHED: watched, MANAGED: managed[-1]}
+        found["watching"] = watching(three, path, args.steps, args.rounds, progress)
+        for engine in three.values():
+            engine.kv.clear()
+        ways: dict[str, Callable[[], float]] = {}
         for n, engine in zip(args.seen, managed, strict=False):
             ways[f"managed {n}"] = Decoding(engine, ids[:n], args.new_tokens).seconds
             ways[f"plain {n}"] = Decoding(plain, ids[:n], args.new_tokens).seconds

@@ -68,6 +68,8 @@ HANDS_ON = {
     "foreseeing",
     "gathering",
     "guard",
+    "joining",
+    "last_logits",
     "limits",
     "looks",
     "manager",

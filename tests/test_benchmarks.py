@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import engine_steps, int8_weights, start, step_cost
+from benchmarks import engine_steps, int8_weights, managed_cost, start, step_cost
 from benchmarks.command import main
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("real_smollm")]
@@ -34,6 +34,18 @@ def test_step_cost(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(document["rows"]) == {"16", "64", "128", "256"}
     assert document["segments_ratio"] > 0
     assert document["idle_nodes_ratio"] > 0
+
+
+def test_managed_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "smollm2-135m", "--budget", "200", "--path", "300", "--seen", "300", "500"]
+    more = ["--steps", "40", "--new-tokens", "2", "--rounds", "2"]
+    assert managed_cost.main([*words, *more]) in {0, 1}  # so few steps say nothing of costs
+    document = _last_line(capsys.readouterr().out)
+    ways = document["watching"]
+    assert set(ways) == {"nothing managed", "watched", "managed"}
+    assert all(0 < w["least"] <= w["ratio"] <= w["most"] for w in ways.values())
+    assert ways["managed"]["acts"] > 0
+    assert set(document["curve"]["managed"]) == set(document["curve"]["plain"]) == {"300", "500"}
 
 
 def test_int8_weights(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from sidequest_langchain.kv.parts import parts_of
 from tests.engine.driving import ask, ids, model_of, resident, right_answer, submit_all, token_bytes
 from tests.engine.managing import Shadow, managed, run
 from tests.support import oracle
+from tests.support.tiny import tiny_model
 from tests.support.tok import byte_tokenizer
 
 CHUNK, GROWTH = 16, 32
@@ -216,6 +217,57 @@ def test_random_traces_keep_the_budget(mode, ops, n_rows):
             trace.audit(budget)
     finally:
         engine.close()
+
+
+N_LAYERS, LONG_CHUNK = 24, 64
+LONG_OPS = st.one_of(
+    st.tuples(
+        st.just("ask"),
+        st.integers(0, 9),
+        st.lists(st.integers(1, 150), min_size=1, max_size=2),
+        st.integers(1, 40),
+    ),
+    st.tuples(st.just("exact"), st.integers(0, 9), st.integers(1, 20), st.integers(1, 6)),
+    st.tuples(st.just("prune"), st.integers(0, 9)),
+)
+
+
+@pytest.mark.parametrize("mode", ["evict", "lru", "staged", "archive", "by_head"])
+@settings(
+    max_examples=6,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+@given(ops=st.lists(LONG_OPS, min_size=3, max_size=6), n_rows=st.integers(250, 320))
+@example(ops=[("ask", 0, [150], 30), ("ask", 1, [140], 40), ("ask", 2, [99], 20)], n_rows=280)
+def test_random_traces_keep_a_budget_in_rows(mode, ops, n_rows):
+    """Paths of many layers lie in one storage, which changes layer by layer."""
+    from sidequest_langchain.engine.engine import Engine
+
+    model = tiny_model("llama", num_hidden_layers=N_LAYERS)
+    config = managed(
+        budget_tokens=n_rows, prefill_chunk=LONG_CHUNK, protection=RULES, **MODES[mode]
+    )
+    engine = Engine(model, byte_tokenizer(), config=config)
+    row, united = token_bytes(model), []
+    unite = engine._core.tree.unite
+
+    def watched(tip, **most):
+        unite(tip, **most)
+        united.append(any(s.storage.changes_by_layer for s in tip.path()))
+
+    engine._core.tree.unite = watched
+    try:
+        trace = Trace(engine)
+        for name, *given_ in ops:
+            getattr(trace, name)(*given_)
+            trace.audit(n_rows * row + (LONG_CHUNK - CHUNK) * row)
+            assert engine.kv.usage().n_tokens <= n_rows
+    finally:
+        engine.close()
+    if ops[0] == ("ask", 0, [150], 30):
+        assert any(united), "nothing lay together"
 
 
 @pytest.mark.parametrize("mode", MODES)

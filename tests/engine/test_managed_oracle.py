@@ -13,7 +13,7 @@ import pytest
 
 from sidequest_langchain.config import Tiers
 from sidequest_langchain.engine.engine import Engine
-from sidequest_langchain.policy.manager import Manager
+from sidequest_langchain.policy.joining import Joiner
 from sidequest_langchain.policy.registry import policy_names
 from tests.engine.driving import ask, ids, model_of, token_bytes
 from tests.engine.managing import Shadow, managed, run, run_together
@@ -106,7 +106,7 @@ def test_hiding_is_evicting(
 ) -> None:
     """Rows that are only masked: the same acts, token for token the same answers."""
     # Rows that stay keep neighbours from becoming one segment, and it is released as a whole.
-    monkeypatch.setattr(Manager, "_fuse", lambda self: None)
+    monkeypatch.setattr(Joiner, "join", lambda self: None)
     said = []
     for mask_only in (False, True):
         shadow = check(make_engine, family, turns, policy="h2o", mask_only=mask_only)

@@ -137,6 +137,21 @@ class ManagedMachine(TreeMachine):
             is_shared = parent.fellows or child.fellows
             assert stands or stays or is_long or is_shared or child.parent is not parent
 
+    @precondition(lambda self: self.claims)
+    @rule(which=WHICH, most_of_piece=st.integers(0, 30), most_of_layer=st.integers(0, 30))
+    def unite(self, which, most_of_piece, most_of_layer):
+        tip = self.claims[which % len(self.claims)].path.tip
+        before, n_bytes = [(s, s.residency) for s in tip.path()], self.tree.n_bytes
+        self.tree.unite(tip, most_of_piece=most_of_piece, most_of_layer=most_of_layer)
+        assert [(s, s.residency) for s in tip.path()] == before
+        assert self.tree.n_bytes <= n_bytes  # slack of sealed segments may go
+        if min(most_of_piece, most_of_layer) >= 30:
+            self.check_united(tip)
+
+    def check_united(self, tip):
+        """Layers differ: everything stays where it is."""
+        assert all(len(s.storage._parts) == 4 for s in tip.path())
+
     ACTS = ("evict", "compress", "hide", "unhide", "archive_some", "restore")
 
     @precondition(lambda self: self.closed)
@@ -265,6 +280,18 @@ class ByHeadMachine(ManagedMachine):
         _, freed, change = self.act(which, keep)
         assert freed is None or freed == change >= 0
 
+    def check_united(self, tip):
+        """Nobody is left beside the storage of all who may lie there."""
+        path = tip.path()
+        free = [
+            s
+            for s in path
+            if s.n_rows
+            and not (s.is_open or s.packed or s.kept_by_head is not None)
+            and set(s.fellows) <= set(path)
+        ]
+        assert len({id(s.storage) for s in free}) <= 1
+
     def teardown(self):
         chain.MOST_BLOCKS = self.most
         attending.HEADS = self.heads
@@ -305,6 +332,9 @@ def drive(machine, rng, n_steps):
             getattr(machine, name)(which=which, **given.get(name, {}))
         elif name == "fuse" and machine.claims:
             machine.fuse(which=which, most_rows=rng.choice([0, 5, 20, 20, 20]))
+        elif name == "unite" and machine.claims:
+            most = rng.choice([3, 30, 30])
+            machine.unite(which=which, most_of_piece=most, most_of_layer=rng.choice([3, 30, 30]))
         elif name == "pin" and machine.claims:
             machine.pin(which=which)
         elif name == "unpin" and machine.pins:
@@ -332,6 +362,7 @@ WEIGHTS = {
     "seal": 2,
     "manage": 5,
     "fuse": 1.5,
+    "unite": 1.5,
     "pin": 0.5,
     "unpin": 1,
     "release": 0.7,

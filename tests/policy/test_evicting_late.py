@@ -60,11 +60,16 @@ def test_packing_goes_on_to_the_target():
     assert evicted(acts) == {}
 
 
-def limits_of(n_bytes, **settings):
+def limits_of(n_bytes, n_layers=4, **settings):
     """Limits of a tree that holds so many bytes, and the tree."""
     given = {"policy": "staged", "trigger": 0.8, "target": 0.7, **settings}
     tree = SimpleNamespace(
-        n_bytes=n_bytes, n_tokens=n_bytes // 10, bytes_per_token=10, segments=list, paths={}
+        n_bytes=n_bytes,
+        n_tokens=n_bytes // 10,
+        bytes_per_token=10,
+        segments=list,
+        paths={},
+        layout=range(n_layers),
     )
     return Limits(tree, CacheConfig(**given), device_bytes=None), tree
 
@@ -119,10 +124,61 @@ def test_a_budget_in_rows_frees_all_at_once():
     assert limits.are_due()
 
 
-def test_segments_may_be_long_where_a_budget_bounds_time():
-    of_rows, _ = limits_of(0, budget_tokens=2000)
-    assert of_rows.spare_rows(64) == 400 + 64 - 32
-    assert limits_of(0, budget_tokens=10_000)[0].spare_rows(64) == 512
-    of_both, _ = limits_of(0, budget_tokens=2000, budget_bytes=4000)
-    assert of_both.spare_rows(64) == 200 // 10
-    assert limits_of(0, budget_bytes=4000)[0].spare_rows(64) == 200 // 10
+def copies_of(n_layers=4, block_rows=64, **settings):
+    """Rows of a segment, and of a storage layer by layer, that may be there twice."""
+    found = limits_of(0, n_layers, **settings)[0].copies(block_rows)
+    return found.of_segment, found.by_layer
+
+
+def test_in_bytes_a_segment_is_copied_where_rows_leave_slack():
+    # A twentieth of the budget stays free where rows are lost: 200 bytes are 20 rows.
+    assert copies_of(budget_bytes=4000) == (64, 0), "a chunk may always be copied"
+    assert copies_of(budget_bytes=4000, block_rows=16) == (20, 0)
+    assert copies_of(budget_bytes=400_000) == (2000, 0)
+    assert copies_of(budget_bytes=40_000_000) == (200_000, 0)
+    assert copies_of(budget_bytes=400_000, trigger=0.9) == (1000, 0)
+    assert copies_of(budget_bytes=400_000, n_layers=80) == (2000, 0)
+
+
+def test_bytes_decide_where_both_are_limited():
+    for n_tokens in (100, 2000, 10**6):
+        assert copies_of(budget_tokens=n_tokens, budget_bytes=400_000) == (2000, 0)
+
+
+def test_in_rows_segments_may_be_long_and_lie_in_one_storage():
+    # From 1600 to 2000 rows, and a chunk of 64 without 32 to grow: a quarter of it is a layer's.
+    assert copies_of(budget_tokens=2000) == (324, 108)
+    # A fortieth of all rows, where every layer is so little of a storage.
+    assert copies_of(budget_tokens=2000, n_layers=40) == (382, 50)
+    assert copies_of(budget_tokens=2001, n_layers=40) == (381, 51), "a layer of all rows, whole"
+    assert copies_of(budget_tokens=2000, block_rows=512) == (660, 220)
+    assert copies_of(budget_tokens=2000, trigger=0.9) == (174, 58)
+
+
+@pytest.mark.parametrize("n_tokens", [30_000, 10**6, 10**9])
+def test_a_huge_budget_in_rows_copies_no_more_than_is_quick_to_read(n_tokens):
+    assert copies_of(budget_tokens=n_tokens) == (3072, 1024)
+    of_segment, by_layer = copies_of(budget_tokens=n_tokens, n_layers=200)
+    assert by_layer == min(1024, n_tokens // 200)
+    assert of_segment + by_layer == 4096
+
+
+@pytest.mark.parametrize("n_layers", [1, 2, 28, 126])
+@pytest.mark.parametrize("block_rows", [16, 64, 512])
+@pytest.mark.parametrize("trigger", [0.75, 0.8, 0.95])
+@pytest.mark.parametrize("n_tokens", [72, 500, 4096, 40_000])
+def test_both_copies_fit_beside_what_a_step_adds(n_tokens, trigger, block_rows, n_layers):
+    of_segment, by_layer = copies_of(
+        n_layers, block_rows, budget_tokens=n_tokens, trigger=trigger, target=0.5
+    )
+    assert of_segment >= block_rows, "a chunk that was sealed cannot lose rows"
+    assert by_layer >= 0
+    room = round((1 - trigger) * n_tokens) + block_rows - 32
+    if of_segment > block_rows:  # else a chunk takes what it must
+        assert of_segment + by_layer <= room
+    assert by_layer * n_layers < n_tokens + n_layers, "more than one layer of all rows"
+    assert 4 * by_layer <= max(0, room)
+
+
+def test_a_budget_without_room_for_a_layer_leaves_segments_where_they_are():
+    assert copies_of(budget_tokens=72, block_rows=16) == (16, 0)

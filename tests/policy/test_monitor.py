@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from sidequest_langchain.policy.manager import Manager
+from sidequest_langchain.policy.joining import Joiner
 from tests.engine.driving import ask, ids
 from tests.engine.managing import managed, run, run_together, tokens_to
 from tests.support.tiny import tiny_model
@@ -147,7 +147,7 @@ def test_scores_of_siblings_at_once(family, make_engine):
 def test_notes_follow_seals_and_cuts(is_fused, make_engine, monkeypatch):
     """Blocks of 8 rows are sealed while a path runs; then it is forked inside of them."""
     if not is_fused:
-        monkeypatch.setattr(Manager, "_fuse", lambda self: None)
+        monkeypatch.setattr(Joiner, "join", lambda self: None)
     engine, steps = watched(make_engine, "llama", prefill_chunk=8)
     run(engine, ask(ids(30), 30, ignore_eos=True))
     assert (len(list(engine._core.tree.segments())) > 4) is not is_fused

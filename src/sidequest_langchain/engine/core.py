@@ -200,8 +200,7 @@ class EngineCore:
             self._fail([sequence], RequestCancelledError("the request was cancelled"))
         for sequence, error in scheduler.admit():
             self._fail([sequence], error)
-        shares = scheduler.plan()
-        if shares:
+        if shares := scheduler.plan():
             self._run(shares)
 
     def _run(self, shares: list[Share]) -> None:
@@ -269,6 +268,7 @@ class EngineCore:
                 break
             self._extend(sequence, [token_id])
             n_right += 1
+        self._passes.heard(share, logits[: n_right + 1])
         self.counters.count_guesses(len(guesses), n_right)
         sequence.learn(len(guesses), n_right)
         return reason

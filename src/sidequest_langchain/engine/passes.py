@@ -84,6 +84,13 @@ class Passes:
         self._manager.begin_step()
         return self._adapter.forward(rows, ids, wanted, watcher=self._manager.monitor)
 
+    def heard(self, share: Share, logits: Tensor) -> None:
+        """The logits after a share's last tokens, those of wrong guesses left out, `[n, V]`."""
+        sequence = share.sequence
+        # A token that was run again saw its stored row, which may have lost something.
+        if self._manager is not None and sequence.path is not None and share.is_stored:
+            self._manager.last_logits.note(sequence.path.tip, sequence.n_resident, logits)
+
     def ended(self, shares: list[Share]) -> None:
         """A pass went well, and what it computed is counted."""
         if self._manager is not None:

@@ -82,11 +82,13 @@ class ActingTree(RadixTree):
         hidden = _known(segment, offsets)
         managed = self._residency_of(segment)
         segment.residency = replace(managed, hidden=managed.hidden | hidden).or_none()
+        self.n_changes += 1
 
     def unhide(self, segment: Segment) -> None:
         """Let attention see all rows again that are resident."""
         if segment.residency is not None:
             segment.residency = replace(segment.residency, hidden=frozenset()).or_none()
+            self.n_changes += 1
 
     # -- inside --------------------------------------------------------------------------
 
@@ -175,6 +177,7 @@ class ActingTree(RadixTree):
         freed = n_bytes - sum(s.n_bytes for s in fellows)
         self.n_tokens += segment.n_resident - n_rows
         self._account(-freed, n_copied)
+        self.n_changes += 1
         return freed
 
 

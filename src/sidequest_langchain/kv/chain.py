@@ -119,8 +119,7 @@ def thin(segment: Segment, rows: Sequence[int], residency: Residency | None) -> 
     """
     storage = segment.storage
     first, last = segment.place
-    behind = range(last, storage.capacity if segment.fellows else last)
-    storage.keep([*range(first), *rows, *behind])
+    storage.keep([*range(first), *rows, *range(last, storage.capacity)])
     segment.residency = residency
     n_gone = last - first - len(rows)
     for s in segment.fellows:

@@ -6,7 +6,7 @@ A segment that nobody manages is one part, and is read without this. It must not
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -51,17 +51,17 @@ class StoredRows:
 
     def load(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Views of the storage."""
-        keys, values = self.storage.views(self.first + first, self.first + last)
-        return keys[layer], values[layer]
+        return self.storage.layer(layer, self.first + first, self.first + last)
 
 
 class ChosenRows:
     """Some rows of another part: copied out as they are read."""
 
-    __slots__ = ("_part", "_rows", "bits", "n_rows", "offsets")
+    __slots__ = ("_part", "_pieces", "_rows", "bits", "n_rows", "offsets")
 
     def __init__(self, part: Part, rows: Sequence[int]) -> None:
         self._part, self._rows = part, rows
+        self._pieces: dict[tuple[int, int], list[tuple[int, int, Tensor | None]]] = {}
         self.n_rows = len(rows)
         self.bits = bits_of(part)
         self.offsets: Sequence[int] = (
@@ -70,22 +70,32 @@ class ChosenRows:
 
     def load(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Copies of the rows, read from the part in pieces of at most `LOAD_ROWS` rows."""
+        if (first, last) not in self._pieces:  # alike in all layers
+            self._pieces[first, last] = list(self._cut(self._rows[first:last]))
         found = []
-        rows = self._rows[first:last]
-        at = 0
-        while at < len(rows):
-            end = bisect_left(rows, rows[at] + LOAD_ROWS, at)
-            k, v = self._part.load(layer, rows[at], rows[end - 1] + 1)
-            if end - at < k.shape[1]:
-                chosen = torch.tensor([row - rows[at] for row in rows[at:end]], device=k.device)
-                k, v = k.index_select(1, chosen), v.index_select(1, chosen)
+        for begin, end, chosen in self._pieces[first, last]:
+            k, v = self._part.load(layer, begin, end)
+            if chosen is not None:
+                there = chosen.to(k.device)
+                k, v = k.index_select(1, there), v.index_select(1, there)
             found.append((k, v))
-            at = end
         if len(found) == 1:
             return found[0]
         if not found:
             return self._part.load(layer, 0, 0)
         return torch.cat([k for k, _ in found], 1), torch.cat([v for _, v in found], 1)
+
+    @staticmethod
+    def _cut(rows: Sequence[int]) -> Iterator[tuple[int, int, Tensor | None]]:
+        """Rows of the part to load at once, and which of these are chosen; `None` is all."""
+        at = 0
+        while at < len(rows):
+            first = rows[at]
+            n = bisect_left(rows, first + LOAD_ROWS, at) - at
+            last = rows[at + n - 1] + 1
+            chosen = [row - first for row in rows[at : at + n]] if n < last - first else None
+            yield first, last, None if chosen is None else torch.tensor(chosen)
+            at += n
 
 
 class RowsByHead:
@@ -126,10 +136,8 @@ class RowsByHead:
     def load(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Views of the storage; copies where the rows are not in a row."""
         if self.rows is None:
-            keys, values = self.storage.views(self.first + first, self.first + last)
-            return keys[layer], values[layer]
-        keys, values = self.storage.views(0, self.storage.capacity)
-        k, v = keys[layer], values[layer]
+            return self.storage.layer(layer, self.first + first, self.first + last)
+        k, v = self.storage.layer(layer, 0, self.storage.capacity)
         rows = self.rows[layer, :, first:last].to(k.device).unsqueeze(-1)
         return (
             k.gather(1, rows.expand(-1, -1, k.shape[2])),

@@ -31,6 +31,8 @@ class RadixTree:
         self.peak_resident_bytes = 0
         """The most that `n_bytes` ever was, copies of a moment left out."""
         self.n_tokens = 0
+        self.n_changes = 0
+        """How often what attention sees of some tokens changed: rows left, came or were hidden."""
         self.idle = IdleLeaves()
         self.archive: Archive | None = None
         """Where copies of rows go; set by the owner."""
@@ -190,6 +192,7 @@ class RadixTree:
         self.idle.note(old)
 
     def _drop_head(self, segment: Segment, n_head: int) -> None:
+        self.n_changes += 1  # what holds the head now may have lost rows of it
         storage, fellows, n_rows = segment.storage, segment.fellows, segment.n_resident
         archived = segment.archived
         if segment.kept_by_head is not None:

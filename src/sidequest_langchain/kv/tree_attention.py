@@ -129,7 +129,7 @@ def _decode(
             q=q,
             blocks=reads.blocks,
             lses=reads.by_block(lses, by_piece),
-            total=_total(sums, features.sinks),
+            sums=_with_sink_part(sums.view(-1, *shape), features.sinks),
             features=features,
         )
         assert plan.watcher is not None
@@ -244,6 +244,13 @@ def _total(sums: Tensor, sinks: Tensor | None) -> Tensor:
     """Log-sum-exp over parts, `[Hq, R]` or `[P, Hq, R]`, and sinks."""
     total = sums if sums.dim() == 2 else torch.logsumexp(sums, 0)
     return total if sinks is None else torch.logaddexp(total, sinks.float().unsqueeze(1))
+
+
+def _with_sink_part(sums: Tensor, sinks: Tensor | None) -> Tensor:
+    """Log-sum-exps of parts, `[P, Hq, R]`, with that of the sinks, if there are any."""
+    if sinks is None:
+        return sums
+    return torch.cat([sums, sinks.float().view(1, -1, 1).expand(1, *sums.shape[1:])])
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:

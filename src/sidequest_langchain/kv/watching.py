@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sidequest_langchain.kv.blocks import Block
@@ -26,9 +27,14 @@ class Decoded:
     lses: list[Tensor]
     """Log-sum-exp of each block's scores, fp32 `[H, G * r]`: column `g * r + j` is head `g` of the
     group for the block's `j`-th row. -inf where it saw nothing."""
-    total: Tensor
-    """Log-sum-exp over everything, sinks included, fp32 `[Hq, R]`."""
+    sums: Tensor
+    """Log-sum-exp over parts that are everything together, sinks included, fp32 `[P, Hq, R]`."""
     features: Features
+
+    @property
+    def total(self) -> Tensor:
+        """Log-sum-exp over everything, fp32 `[Hq, R]`; formed anew each time."""
+        return torch.logsumexp(self.sums, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Measures what acts would do to the next token, before they are done.
 
-The last tokens of a path are run again over the cache as it is and as it would be; nothing is
-changed for that, so that there is nothing to roll back when the guard says no.
+The last tokens of a path are run again over the cache as it would be, and as it is unless that
+was just done; nothing is changed, so that there is nothing to roll back when the guard says no.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from sidequest_langchain.config import Guard
 from sidequest_langchain.kv.blocks import Row
 from sidequest_langchain.kv.parts import Part
 from sidequest_langchain.kv.segment import Segment
+from sidequest_langchain.policy.last_logits import LastLogits
 
 
 class Forward(Protocol):
@@ -36,8 +37,18 @@ class Forward(Protocol):
 class Canary:
     """Next-token distributions of a path's last tokens, with and without a what-if."""
 
-    def __init__(self, forward: Forward, limits: Guard) -> None:
+    def __init__(
+        self, forward: Forward, limits: Guard, last_logits: LastLogits | None = None
+    ) -> None:
+        """Make a canary.
+
+        Args:
+            forward: Runs rows over the tree.
+            limits: How many tokens it looks at, and what it bears.
+            last_logits: Those of the steps just run, which spares running the tokens again.
+        """
         self._forward = forward
+        self._last_logits = last_logits
         self._limits = limits
 
     @property
@@ -57,7 +68,7 @@ class Canary:
         Returns:
             `None` where no path has enough tokens.
         """
-        rows, ids = [], []
+        rows, ids, known = [], [], []
         for tip in tips:
             lineage = tip.path()
             if overlay.keys().isdisjoint(lineage):
@@ -69,13 +80,17 @@ class Canary:
             position = tip.end - w
             rows.append(Row(tip=tip, n_new=w, position=position, is_stored=False, horizon=position))
             ids.append(last)
+            known.append(None if self._last_logits is None else self._last_logits.of(tip, w))
         if not rows:
             return None
         fed = [token for tokens in ids for token in tokens]
         wanted = range(len(fed))
-        before = torch.log_softmax(self._forward(rows, fed, wanted), -1)
-        after = torch.log_softmax(self._forward(rows, fed, wanted, overlay=overlay), -1)
-        kl = (before.exp() * (before - after)).sum(-1)
+        now: list[Tensor] = [row for logits in known for row in logits or ()]
+        if len(now) < len(fed):
+            now = list(self._forward(rows, fed, wanted).unbind())
+        then = self._forward(rows, fed, wanted, overlay=overlay).unbind()
+        # One token at a time: distributions of all at once would be megabytes of new memory.
+        kl = torch.stack([_divergence(p, q) for p, q in zip(now, then, strict=True)])
         means = [part.mean() for part in torch.split(kl, [len(tokens) for tokens in ids])]
         return max(0.0, float(torch.stack(means).max()))
 
@@ -87,6 +102,12 @@ class Canary:
         if limits.max_mass is not None and mass > limits.max_mass:
             return f"attention mass {mass:.3g}, allowed {limits.max_mass:.3g}"
         return ""
+
+
+def _divergence(now: Tensor, then: Tensor) -> Tensor:
+    """KL(now || then) of the distributions that logits `[V]` stand for, nats."""
+    log_p, log_q = torch.log_softmax(now, -1), torch.log_softmax(then, -1)
+    return log_p.exp().mul_(log_p.sub_(log_q)).sum()
 
 
 def _last_tokens(lineage: Sequence[Segment], n: int) -> list[int]:

@@ -166,7 +166,7 @@ class Limits:
             return Copies(of_segment=max(block_rows, spare), by_layer=0)
         between = round((1 - self._config.trigger) * self.budget_rows)
         spare = min(LONG_ROWS, between + block_rows - GROWTH_ROWS)
-        by_layer = min(spare // 4, -(-self.budget_rows // len(self._tree.layout)))
+        by_layer = max(0, min(spare // 4, -(-self.budget_rows // len(self._tree.layout))))
         return Copies(of_segment=max(block_rows, spare - by_layer), by_layer=by_layer)
 
     def headroom(self) -> float:

@@ -17,9 +17,8 @@ class LogShares:
 
     lses: Sequence[Tensor]
     """Of each segment, `[H, G * R]`."""
-    total: Tensor
-    """`[H, G * R]`."""
-    n_group: int
+    sums: Tensor
+    """Of parts that are everything together, `[P, Hq, R]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +34,21 @@ class Shares:
 
 def formed(told: Sequence[Shares]) -> Iterator[list[float]]:
     """The shares of each, in order, as numbers; waits for the device once for those alike."""
-    alike: dict[tuple[int, torch.Size], list[int]] = {}
+    alike: dict[tuple[int, torch.Size, torch.Size], list[int]] = {}
     found: dict[int, list[float]] = {}
     for i, one in enumerate(told):
         if isinstance(one.shares, LogShares):
-            alike.setdefault((len(one.shares.lses), one.shares.total.shape), []).append(i)
+            key = len(one.shares.lses), one.shares.lses[0].shape, one.shares.sums.shape
+            alike.setdefault(key, []).append(i)
         else:
             found[i] = one.shares.tolist()
-    for (n_parts, shape), members in alike.items():
+    for (n_parts, shape, (_, n_heads, _)), members in alike.items():
         logs = [told[i].shares for i in members]
         lses = torch.stack([t for log in logs if isinstance(log, LogShares) for t in log.lses])
-        totals = torch.stack([log.total for log in logs if isinstance(log, LogShares)])
-        n_group = next(log.n_group for log in logs if isinstance(log, LogShares))
-        over = totals.unsqueeze(1)
+        sums = torch.stack([log.sums for log in logs if isinstance(log, LogShares)])
+        over = torch.logsumexp(sums, 1).view(len(members), 1, *shape)
         shares = torch.exp(lses.view(-1, n_parts, *shape) - over).sum((2, 3))
-        numbers = (shares / (shape[0] * n_group)).tolist()
-        found.update(zip(members, numbers, strict=True))
+        found.update(zip(members, (shares / n_heads).tolist(), strict=True))
     return iter([found[i] for i in range(len(told))])
 
 

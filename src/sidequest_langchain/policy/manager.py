@@ -16,9 +16,11 @@ from sidequest_langchain.policy.deciding import DecisionEngine
 from sidequest_langchain.policy.executor import Executor
 from sidequest_langchain.policy.facts import Reason
 from sidequest_langchain.policy.foreseeing import Foresight
-from sidequest_langchain.policy.gathering import Gatherer, running_tips
+from sidequest_langchain.policy.gathering import Gatherer
 from sidequest_langchain.policy.guard import Canary, Forward
 from sidequest_langchain.policy.importance import Predictor
+from sidequest_langchain.policy.joining import Joiner
+from sidequest_langchain.policy.last_logits import LastLogits
 from sidequest_langchain.policy.limits import Limits
 from sidequest_langchain.policy.monitor import Monitor
 from sidequest_langchain.policy.probabilities import sampled_layers
@@ -73,6 +75,7 @@ class Manager:
         """
         self._tree, self._config = tree, config
         self._block_rows = block_rows
+        limits = Limits(tree, config, device_bytes=device_bytes)
         policy = policy_for(
             config.policy,
             compress_first=config.compress_first,
@@ -86,6 +89,8 @@ class Manager:
         )
         executor = Executor(tree, self.monitor, mask_only=config.mask_only)
         self.log = ReceiptLog(None if config.receipts_file is None else Path(config.receipts_file))
+        self.last_logits = LastLogits(config.guard.canary_tokens, tree)
+        self._joiner = Joiner(tree, self.monitor, limits, block_rows=block_rows)
         self._cycles = Cycles(
             tree,
             config,
@@ -99,23 +104,22 @@ class Manager:
             ),
             decisions=DecisionEngine(policy, config, executor, token_weights, predictor),
             executor=executor,
-            canary=Canary(forward, config.guard),
+            canary=Canary(forward, config.guard, self.last_logits),
             log=self.log,
             decode=decode,
-            limits=Limits(tree, config, device_bytes=device_bytes),
+            limits=limits,
         )
         self._recalled: dict[Segment, int] = {}
         """Segments that came back, and the step up to which they stay as they are."""
-        self._fingerprint = fingerprint
+        self._fingerprint, self._known = fingerprint, dict(fingerprint())
         tree.on_fuse = self.monitor.notebook.join
         tree.most_joined_rows = block_rows
-        tree.archive = self._archive = archive_for(config, fingerprint())
+        tree.archive = self._archive = archive_for(config, self._known)
         self._returns = Returns(tree, self.monitor, make_room=self._make_room_to_return)
         due, refresh = self._cycles.is_due, self._refresh_fingerprint
         self.foresight = Foresight(tree, self._returns, self.log, is_due=due, refresh=refresh)
         self._is_adaptive = config.interval == "adaptive"
         self._interval = FIRST_INTERVAL if self._is_adaptive else int(config.interval)
-        self._has_sealed = False
         self._n_since = 0
         self._headroom_then = 0.0
         self._begun = 0.0
@@ -134,6 +138,7 @@ class Manager:
 
     def begin_step(self) -> None:
         """A forward pass begins."""
+        self.last_logits.begin_step()
         self.monitor.begin(is_looking=self._n_since + 1 >= self._interval)
         self._begun = time.perf_counter()
 
@@ -151,8 +156,8 @@ class Manager:
         for path in paths:
             if path.is_running and path.tip.n_rows >= self._block_rows:
                 self.seal(path)
-        if self._has_sealed and not n_prefilled:
-            self._fuse()
+        if self._joiner.is_due and not n_prefilled:
+            self._joiner.join()
         self._n_since += 1
         if self._n_since >= self._interval:
             self._tick()
@@ -160,7 +165,7 @@ class Manager:
 
     def seal(self, path: TreePath) -> None:
         """Close what a running tip holds, so that it can be managed; exact."""
-        self._has_sealed = True
+        self._joiner.is_due = True
         self.monitor.notes_of(path.tip)
         self._tree.seal(path)
         self.monitor.notes_of(path.tip)
@@ -206,6 +211,7 @@ class Manager:
         Raises:
             BudgetExceeded: The budget cannot be kept.
         """
+        self._refresh_fingerprint()
         return self._cycles.run("asked")
 
     def close(self) -> None:
@@ -217,10 +223,12 @@ class Manager:
     # -- inside --------------------------------------------------------------------------
 
     def _refresh_fingerprint(self) -> None:
-        """Weights may have been written to, or an adapter switched: older copies are strange."""
-        if self._archive is not None and (now := dict(self._fingerprint())) != (
-            self._archive.fingerprint
-        ):
+        """Weights may have been written to, or an adapter switched: what was kept is strange."""
+        now = dict(self._fingerprint())
+        if now != self._known:
+            self._known = now
+            self.last_logits.forget()
+        if self._archive is not None and now != self._archive.fingerprint:
             self._archive.fingerprint = now
 
     def may_change(self, segment: Segment) -> bool:
@@ -253,23 +261,9 @@ class Manager:
                 if self._cycles.limits.is_tight(n_bytes):
                     self._seal_all()
                 if self._cycles.run(reason, n_bytes):
-                    self._fuse()
+                    self._joiner.join()
         finally:
             self.seconds += time.perf_counter() - begun
-
-    def _fuse(self) -> None:
-        """Let the pieces of running paths that have become short be read as one; exact."""
-        self._has_sealed = False
-        copies = self._cycles.limits.copies(self._block_rows)
-        self.monitor.read_masses()
-        for tip in running_tips(self._tree):
-            for segment in tip.path():
-                self.monitor.notes_of(segment)
-            self._tree.fuse(tip, copies.of_segment)
-            if copies.by_layer:
-                self._tree.unite(
-                    tip, most_of_piece=copies.of_segment, most_of_layer=copies.by_layer
-                )
 
     def _seal_all(self) -> None:
         """Let go of open tips' older rows too, before the budget is said to be too small."""
@@ -293,10 +287,11 @@ class Manager:
         """Run a cycle that need not be: what it cannot do waits for one that must."""
         if not self._cycles.is_due():
             return False
+        self._refresh_fingerprint()
         try:
             has_acted = bool(self._cycles.run(reason))
         except CacheError:
             return False
         if has_acted:
-            self._fuse()
+            self._joiner.join()
         return has_acted

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sidequest_langchain.kv.partial import KEY_BLOCK
 from sidequest_langchain.kv.parts import LOAD_ROWS, RowsByHead, StoredRows
 from sidequest_langchain.kv.segment import Segment
 from sidequest_langchain.policy.looks import LogShares, Look, Shares, formed, grown
@@ -97,18 +98,20 @@ class Monitor:
 
     def decoded(self, plan: StepPlan, layer: int, seen: Decoded) -> None:
         """Note what the decoding rows attended to in a layer."""
-        grouped = grouped_queries(seen.q, seen.lses[0].shape[0])
-        total = seen.total.reshape(grouped.shape[:3])
-        self._note_masses(seen, total, tuple(plan.decoding))
+        n_kv_heads = seen.lses[0].shape[0]
+        self._note_masses(seen, n_kv_heads, tuple(plan.decoding))
         if not self.is_looking:
             return
+        grouped = grouped_queries(seen.q, n_kv_heads)
+        total = seen.total.reshape(grouped.shape[:3])
         for block in seen.blocks:
             q, lse = grouped, total
             if block.rows is not None:
                 members = plan.index(block.rows, block.rows, q.device)
                 q, lse = q.index_select(2, members), lse.index_select(2, members)
-            for first in range(block.first, block.last, LOAD_ROWS):
-                last = min(first + LOAD_ROWS, block.last)
+            at_once = KEY_BLOCK if block.is_in_place else LOAD_ROWS
+            for first in range(block.first, block.last, at_once):
+                last = min(first + at_once, block.last)
                 keys, offsets = keys_of(block, layer, first, last)
                 p = probabilities(q, keys, lse, seen.features)
                 is_there = block.seen(layer, first, last, q.device)
@@ -174,15 +177,15 @@ class Monitor:
 
     # -- inside --------------------------------------------------------------------------
 
-    def _note_masses(self, seen: Decoded, total: Tensor, rows: tuple[int, ...]) -> None:
+    def _note_masses(self, seen: Decoded, n_kv: int, rows: tuple[int, ...]) -> None:
         """Each block's exact share of the attention, mean over heads, sum over its rows."""
         segments = [block.segment for block in seen.blocks]
-        n_kv, n_group = total.shape[:2]
-        flat = total.reshape(n_kv, -1)
         if all(block.rows is None for block in seen.blocks):
             readers = [rows] * len(segments)
-            self._masses.append(Shares(segments, readers, LogShares(seen.lses, flat, n_group)))
+            self._masses.append(Shares(segments, readers, LogShares(seen.lses, seen.sums)))
             return
+        total = seen.total.view(n_kv, -1, seen.q.shape[1])
+        flat = total.flatten(1)
         parts = []
         for block, lse in zip(seen.blocks, seen.lses, strict=True):
             over = flat if block.rows is None else total[:, :, list(block.rows)].reshape(n_kv, -1)
@@ -191,7 +194,7 @@ class Monitor:
             rows if block.rows is None else tuple(rows[j] for j in block.rows)
             for block in seen.blocks
         ]
-        self._masses.append(Shares(segments, readers, torch.stack(parts) / (n_kv * n_group)))
+        self._masses.append(Shares(segments, readers, torch.stack(parts) / len(seen.q)))
 
     def _look_back(
         self,
