@@ -15,6 +15,8 @@ from sidequest_langchain.engine.engine import Engine
 from sidequest_langchain.engine.request import GenerationRequest
 from sidequest_langchain.engine.workers import give_workers_back
 
+PATIENCE_S = 120.0
+
 
 class InTurn:
     """Holds engines at a step boundary; their steps run in the thread that asks for them."""
@@ -24,16 +26,22 @@ class InTurn:
         self._go = threading.Event()
 
     def __enter__(self) -> InTurn:
-        for engine in self._engines.values():
-            is_there = threading.Event()
+        try:
+            for name, engine in self._engines.items():
+                is_there = threading.Event()
 
-            def hold(is_there: threading.Event = is_there) -> None:
-                give_workers_back()  # else every region of ours would wait for cores that spin
-                is_there.set()
-                self._go.wait()
+                def hold(is_there: threading.Event = is_there) -> None:
+                    give_workers_back()  # else every region of ours would wait for cores that spin
+                    is_there.set()
+                    self._go.wait()
 
-            engine._core.call(hold)
-            is_there.wait()
+                engine._core.call(hold)
+                if not is_there.wait(PATIENCE_S):
+                    msg = f"the engine {name!r} does not come to the end of a step"
+                    raise TimeoutError(msg)
+        except BaseException:
+            self._go.set()
+            raise
         return self
 
     def __exit__(
@@ -68,8 +76,11 @@ class InTurn:
             for j in range(len(names)):  # each is the first one as often as the others
                 name = names[(i + j) % len(names)]
                 core = self._engines[name]._core
-                begun = time.perf_counter()
+                before, begun = core.counters.n_steps, time.perf_counter()
                 core._step()
                 found[name].append(time.perf_counter() - begun)
+                if core.counters.n_steps == before:
+                    msg = f"the engine {name!r} had nothing to do in step {i}, or failed in it"
+                    raise RuntimeError(msg)
             told()
         return found

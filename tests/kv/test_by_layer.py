@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidequest_langchain.kv import bunches, saved_thread, tree_attention
 from sidequest_langchain.kv import storage as storage_room
+from sidequest_langchain.kv.archive import Archive
 from sidequest_langchain.kv.integrity import check_integrity
 from sidequest_langchain.kv.layout import bytes_per_token
 from sidequest_langchain.kv.partial_cpu import cpu_partial
@@ -115,6 +116,10 @@ def test_storages_are_united_or_stay(n_fine, monkeypatch):
         assert n_fine < 3
         assert [s.n_bytes for s in storages] == n_bytes
         assert all(same(rows_of(s), rows) for s, rows in zip(storages, before, strict=True))
+        if n_fine < 3:  # there was memory to part them again
+            parts = [t for s in storages for t in s._parts]
+            assert len({t.untyped_storage().data_ptr() for t in parts}) == len(parts)
+            assert all(t.is_contiguous() for t in parts)
     else:
         assert n_fine == 3
         monkeypatch.undo()
@@ -146,7 +151,10 @@ def test_hardly_more_than_a_layer_is_there_twice(change):
 
     for tensor in (t for s in storages for t in s._parts):
         alive.add(tensor)
-    del tensor
+    for s in storages:  # whoever decodes over them
+        for view in (v for views in s.kept_views(0, 1000) for v in views):
+            alive.add(view)
+    del tensor, view, s
     held, layer = alive.n_bytes, sum(s.n_part_bytes for s in storages)
     with Watching():
         CHANGES[change](storages)
@@ -369,3 +377,109 @@ def test_a_snapshot_is_of_the_moment_it_was_taken(world):
     check_rows(grove)
     assert same(rows_of(taken.segments[0].storage), held)
     assert taken.n_orphaned_bytes() == 18 * grove.tree.bytes_per_token
+
+
+def test_segments_keep_their_rows_whatever_their_order(world):
+    """One that left and came back lies behind those that followed it."""
+    grove = world.grove()
+    path = sealed_path(grove, ["abcdef", "bcdefa", "cdefab", "defabc"])
+    grove.tree.archive = Archive(fingerprint={}, cpu_bytes=10**6)
+    unite(grove, path)
+    first, second, third, last, _ = path.tip.path()
+    grove.tree.archive_rows(second, range(6))
+    grove.tree.evict(second, range(6))
+    grove.tree.restore(second)
+    for segment in (third, last):
+        unite(grove, path)
+        check_integrity(grove.tree)
+        check_rows(grove)
+        grove.tree.evict(segment, [1, 2])
+        check_rows(grove)
+    assert first.storage is second.storage is third.storage is last.storage
+    assert first.place < third.place < last.place < second.place
+    assert grove.begin("abcdefbcxyz").n_reused == 8
+    check_integrity(grove.tree)
+    check_rows(grove)
+
+
+def test_packed_rows_that_come_back_stand_alone(world):
+    grove = world.grove()
+    path = sealed_path(grove, ["abcdef", "bcdefa", "cdefab"])
+    grove.tree.archive = Archive(fingerprint={}, cpu_bytes=10**6)
+    second = path.tip.path()[1]
+    grove.tree.compress(second, range(4), 8)
+    grove.tree.archive_rows(second, range(4))
+    grove.tree.evict(second, range(4))
+    unite(grove, path)
+    assert second.fellows
+    n_bytes = grove.tree.n_bytes
+    assert grove.tree.restore(second) == grove.tree.n_bytes - n_bytes > 0
+    assert second.packed
+    assert not second.fellows
+    check_integrity(grove.tree)
+    check_rows(grove)
+
+
+def test_rows_that_nobody_has_stay_where_they_are(world, monkeypatch):
+    """There was no memory to give them back."""
+    grove = world.grove()
+    path = sealed_path(grove, ["abcdef", "bcdefa", "cdefab"])
+    unite(grove, path)
+    other = grove.begin("abcdef" + "zz")
+    grove.feed(other, "zz")
+    grove.tree.seal(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage_room, "_chosen", failing(storage_room._chosen, 0))
+        grove.tree.discard(path)
+    assert other.tip.path()[0].storage.capacity == 18
+    unite(grove, other)
+    check_rows(grove)
+    assert other.tip.path()[0].storage.capacity == 18
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_layer_without_memory_leaves_every_segment_its_own(world, monkeypatch, at):
+    grove = world.grove()
+    path = sealed_path(grove, ["abcdef", "bcdefa", "cdefab"])
+    with monkeypatch.context() as patch:
+        patch.setattr(storage_room.torch, "cat", failing(torch.cat, at))
+        unite(grove, path)
+    segments = path.tip.path()[:3]
+    assert all(s.storage.changes_by_layer and not s.fellows for s in segments)
+    n_bytes = grove.tree.n_bytes
+    assert n_bytes == reachable_bytes(grove.tree)
+    check_integrity(grove.tree)
+    grove.tree.evict(segments[0], [0])
+    check_integrity(grove.tree)
+    check_rows(grove)
+
+
+def test_a_copy_by_name_is_made_once():
+    storage = filled(LAYOUT, 9)
+    rows = [0, 2, 3, 7]
+    by_layer = storage.by_layer(9)
+    assert same(by_layer.named(rows).values(), storage.named(rows).values())
+    for form in (storage, by_layer):
+        likes, tensors = form.likes(2, 6), form.tensors(2, 6)
+        assert {n: (t.shape, t.dtype) for n, t in likes.items()} == {
+            n: (t.shape, t.dtype) for n, t in tensors.items()
+        }
+    assert by_layer.likes(2, 6)["rows"].is_meta
+
+
+def test_forms_that_are_joined_are_copied_once():
+    whole = filled(LAYOUT, 1000)
+    by_layer = whole.by_layer(1000)
+    made = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                made.append((out.untyped_storage().data_ptr(), out.untyped_storage().nbytes()))
+            return out
+
+    with Watching():
+        joined = Storage.joined([whole, by_layer], [(0, 1000), (0, 1000)])
+    old = {t.untyped_storage().data_ptr() for t in (*whole._parts, *by_layer._parts)}
+    assert sum(n for at, n in set(made) if at not in old) == joined.n_bytes

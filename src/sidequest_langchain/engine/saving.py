@@ -1,7 +1,7 @@
 """Threads are written to files, to be loaded in another process; it must not know messages.
 
 The engine's thread is asked only what there is, between two steps: the rows are written by
-whoever calls, from storages that are never written again.
+whoever calls, from borrowed storages, whose rows stay as they are until then.
 """
 
 from __future__ import annotations

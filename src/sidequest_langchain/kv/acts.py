@@ -164,6 +164,8 @@ class ActingTree(RadixTree):
             n_copied: Bytes of copies that are there for the moment.
             rows: Of the storage, those of the segment that stay, if some do not.
         """
+        if storage is None and rows is None and residency.packed and segment.fellows:
+            storage = segment.storage.copy(*segment.place)  # who has packed rows lies alone
         fellows = list(segment.fellows) or [segment]
         n_bytes, n_rows = sum(s.n_bytes for s in fellows), segment.n_resident
         old = {id(block) for block in segment.packed}

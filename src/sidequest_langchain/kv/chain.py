@@ -1,4 +1,4 @@
-"""One storage under several closed segments that follow one another on a path.
+"""One storage under several closed segments of a path.
 
 A path of many short segments costs attention one call each; in one storage they are one block.
 Every segment keeps its own rows, tokens and claims. It must not know who needs which.
@@ -129,7 +129,7 @@ def thin(segment: Segment, rows: Sequence[int], residency: Residency | None) -> 
 
 
 def unite(segments: Sequence[Segment], *, most_of_piece: int, most_of_layer: int) -> int:
-    """Let closed segments of a path lie in one storage by layer, one after another; exact.
+    """Let closed segments of a path lie in one storage by layer, side by side; exact.
 
     Pieces are made to be by layer first, one after another; then all are copied layer by layer.
 
@@ -140,33 +140,64 @@ def unite(segments: Sequence[Segment], *, most_of_piece: int, most_of_layer: int
             have, which is there twice while it is copied.
 
     Returns:
-        Bytes that were there twice, at most. Where there is no memory, some stay as they are.
+        Bytes that were there twice, at most.
+
+    Raises:
+        RuntimeError: There was no memory (torch's own error). Some stay where they are.
     """
     of_storage: dict[Storage, list[Segment]] = {}
     for segment in segments:
         of_storage.setdefault(segment.storage, []).append(segment)
-    groups = list(of_storage.values())
     n_twice = 0
-    for group in groups:
-        n_rows = sum(s.n_rows for s in group)
-        if group[0].storage.is_in_one and n_rows <= most_of_piece:
-            by_layer = group[0].storage.by_layer(n_rows)
-            n_twice = max(n_twice, by_layer.n_bytes)
-            for s in group:
-                s.move_to(by_layer, s.place[0], s.fellows)
     run: list[list[Segment]] = []
-    for group in [*groups, []]:
-        n_rows = sum(s.n_rows for of in (*run, group) for s in of)
-        fits = group and group[0].storage.changes_by_layer
-        if fits and n_rows <= most_of_layer * group[0].storage.n_parts:
-            run.append(group)
+    for group in of_storage.values():
+        storage, n_rows = group[0].storage, sum(s.n_rows for s in group)
+        if not _is_compact(group):
+            continue  # there was no memory to give rows back that nobody has
+        if storage.is_in_one and n_rows <= most_of_piece:
+            storage = storage.by_layer(n_rows)
+            n_twice = max(n_twice, storage.n_bytes)
+            for s in group:
+                s.move_to(storage, s.place[0], s.fellows)
+        if not storage.changes_by_layer:
             continue
-        if len(run) > 1:
-            united = Storage.united([of[0].storage for of in run])
-            n_twice = max(n_twice, united.n_part_bytes)
-            _lay([s for of in run for s in of], united)
-        run = [group] if fits else []
-    return n_twice
+        n_rows += sum(of[0].storage.capacity for of in run)
+        if n_rows > most_of_layer * storage.n_parts:
+            n_twice = max(n_twice, _unite(run))
+            run = []
+        run.append(group)
+    return max(n_twice, _unite(run))
+
+
+def _unite(groups: Sequence[list[Segment]]) -> int:
+    """Put groups of segments, each all of a storage by layer, into one storage.
+
+    Returns:
+        Bytes of copies that were there for the moment.
+    """
+    if len(groups) < 2:
+        return 0
+    sizes = [of[0].storage.capacity for of in groups]
+    united = Storage.united([of[0].storage for of in groups])
+    # A path need not run through a storage from its first row to its last: places tell.
+    fellows = [s for of in groups for s in sorted(of, key=lambda s: s.place[0])]
+    first = 0
+    for group, n_rows in zip(groups, sizes, strict=True):
+        for s in group:
+            s.move_to(united, first + s.place[0], fellows)
+        first += n_rows
+    return united.n_part_bytes
+
+
+def _is_compact(segments: Sequence[Segment]) -> bool:
+    """Whether the rows of segments are all of a storage, but for room to grow at its end."""
+    at = 0
+    for first, last in sorted(s.place for s in segments):
+        if first != at:
+            return False
+        at = last
+    storage = segments[0].storage
+    return at == storage.capacity or storage.is_in_one
 
 
 def is_next(segment: Segment, follower: Segment) -> bool:

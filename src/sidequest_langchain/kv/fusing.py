@@ -58,7 +58,7 @@ class FusingTree(SharingTree):
         return n
 
     def unite(self, path_tip: Segment, *, most_of_piece: int, most_of_layer: int) -> None:
-        """Let closed segments of a path lie in one storage, side by side and in order. Exact.
+        """Let closed segments of a path lie in one storage, side by side. Exact.
 
         Attention reads them as one block, and they lose rows where they lie. Stays as it is: what
         is open, packed or kept by head, what shares a storage with a segment beside the path, and

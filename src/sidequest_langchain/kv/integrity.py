@@ -119,7 +119,7 @@ def _is_run_on(segment: Segment) -> bool:
 
 
 def _check_fellows(segment: Segment, seen: set[Segment]) -> None:
-    """A storage of several: each has its own rows, in the order of the path."""
+    """A storage of several: each has its own rows, and they are in the order of these."""
     name, at = f"segment {segment.segment_id}", 0
     for fellow in segment.fellows:
         first, last = fellow.place

@@ -146,8 +146,9 @@ class KeepingTree(PackingTree):
             offsets = rows
             first, _ = segment.place
             dense = self._residency_of(segment).dense
-            copy = segment.storage.gathered([first + row for row in rows_at(dense, set(rows))])
-            tensors, n_bytes = copy.tensors(), copy.n_bytes
+            wanted = [first + row for row in rows_at(dense, set(rows))]
+            tensors = segment.storage.named(wanted)
+            n_bytes = sum(t.nbytes for t in tensors.values())
         self._account(0, n_bytes)
         meta = {"bits": "full" if bits is None else str(bits), "rows": str(len(offsets))}
         ticket = self.archive.put(tensors, meta)

@@ -1,7 +1,8 @@
 """A thread's paths as plain records: taken from a tree, written to a file.
 
-A snapshot copies no rows: storages of closed segments are never written, so that borrowing them
-is enough. It must not know which thread, nor what a label means.
+A snapshot copies no rows: it borrows the storages, whose rows stay as they are for it. What lies by
+layer is copied when its turn comes to be written, a segment at a time. It must not know which
+thread, nor what a label means.
 """
 
 from __future__ import annotations
@@ -212,22 +213,30 @@ def _numbers(start: str, one: TakenSegment) -> list[Item]:
 def _rows(start: str, one: TakenSegment) -> list[Item]:
     """The rows that are resident; the last of them that is written lets all go."""
     assert one.storage is not None
-    found: dict[str, Tensor] = {
-        f"rows.{name}": tensor for name, tensor in one.storage.tensors(*one.place).items()
-    }
+    likes = {f"rows.{name}": like for name, like in one.storage.likes(*one.place).items()}
+    blocks: dict[str, Tensor] = {}
     for n, block in enumerate(() if one.residency is None else one.residency.packed):
-        found |= {f"block.{n}.{name}": t for name, t in block.tensors().items()}
+        blocks |= {f"block.{n}.{name}": t for name, t in block.tensors().items()}
+    left = {*likes, *blocks}
 
     def loader(name: str) -> Callable[[], Tensor]:
         def load() -> Tensor:
-            tensor = found.pop(name)
-            if not found:
+            if name in likes:
+                assert one.storage is not None
+                tensor = one.storage.tensors(*one.place)[name.removeprefix("rows.")]
+            else:
+                tensor = blocks.pop(name)
+            left.discard(name)
+            if not left:
                 one.storage = one.residency = None
             return tensor
 
         return load
 
-    return [Item(Shape.of(start + name, tensor), loader(name)) for name, tensor in found.items()]
+    return [
+        Item(Shape.of(start + name, tensor), loader(name))
+        for name, tensor in (likes | blocks).items()
+    ]
 
 
 def small(name: str, numbers: Sequence[int]) -> Item:

@@ -56,11 +56,11 @@ class Storage(LayerRows):
     @classmethod
     def joined(cls, storages: Sequence[Storage], places: Sequence[tuple[int, int]]) -> Storage:
         """A new storage with rows `first..last` of each of some storages, one after another."""
-        some = _alike(storages)
+        n_parts = max(s.n_parts for s in storages)
         capacity = sum(last - first for first, last in places)
-        cuts = [list(s._cut(*place)) for s, place in zip(some, places, strict=True)]
+        cuts = [_in_parts(s._cut(*p), n_parts) for s, p in zip(storages, places, strict=True)]
         parts = [torch.cat(cut, -2) for cut in zip(*cuts, strict=True)]
-        return cls(parts, capacity, is_even=some[0]._is_even)
+        return cls(parts, capacity, is_even=storages[0]._is_even)
 
     @classmethod
     def united(cls, storages: Sequence[Storage]) -> Storage:
@@ -70,21 +70,26 @@ class Storage(LayerRows):
 
         Raises:
             RuntimeError: There was no memory for a layer (torch's own error). The storages are as
-                they were, except that layers before that one may be views of one buffer.
+                they were; where there is none to part them again either, layers before that one
+                are views of one buffer.
         """
-        n_parts = len(storages[0]._parts)
-        made: list[Tensor] = []
-        for at in range(n_parts):
-            made.append(torch.cat([s._parts[at] for s in storages], -2))
-            first = 0
-            for s in storages:  # whole again, should there be no memory for the next layer
-                s._parts[at] = made[-1].narrow(-2, first, s.capacity)
-                first += s.capacity
-        capacity = sum(s.capacity for s in storages)
-        is_even = storages[0]._is_even
         for s in storages:
-            s.forget_views()
-        return cls(made, capacity, is_even=is_even)
+            s.forget_views()  # they would keep every layer that was copied
+        made: list[Tensor] = []
+        try:
+            for at in range(storages[0].n_parts):
+                made.append(torch.cat([s._parts[at] for s in storages], -2))
+                first = 0
+                for s in storages:  # whole again, should there be no memory for the next layer
+                    s._parts[at] = made[-1].narrow(-2, first, s.capacity)
+                    first += s.capacity
+        except (MemoryError, RuntimeError):  # torch's own is a RuntimeError
+            while made:
+                made.pop()
+                for s in storages:
+                    s._parts[len(made)] = _cloned(s._parts[len(made)])
+            raise
+        return cls(made, sum(s.capacity for s in storages), is_even=True)
 
     def tensors(self, first: int = 0, last: int | None = None) -> dict[str, Tensor]:
         """Rows `first..last`, by default all, by name, for `from_tensors`: views where they may."""
@@ -93,6 +98,29 @@ class Storage(LayerRows):
             return {"rows": cut[0] if len(cut) == 1 else in_one(cut)}
         names = [f"{kind}.{n}" for kind in ("key", "value") for n in range(len(cut) // 2)]
         return dict(zip(names, cut, strict=True))
+
+    def likes(self, first: int, last: int) -> dict[str, Tensor]:
+        """What `tensors` would give, where that copies as tensors without rows: for their shapes.
+
+        Args:
+            first: Row.
+            last: Row after the last.
+        """
+        if not self._is_even or len(self._parts) == 1:
+            return self.tensors(first, last)
+        n_heads, dim = self._parts[0].shape[1], self._parts[0].shape[3]
+        shape = (2 * len(self._parts), n_heads, last - first, dim)
+        return {"rows": torch.empty(shape, dtype=self._parts[0].dtype, device="meta")}
+
+    def named(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Copies of some rows, ascending, by name, for `from_tensors`."""
+        if not self._is_even or len(self._parts) == 1:
+            return self.gathered(rows).tensors()
+        n, likes = len(self._parts), self.likes(0, len(rows))["rows"]
+        whole = torch.empty_like(likes, device=self._parts[0].device)
+        for at, part in enumerate(self._parts):
+            whole[at::n].copy_(_chosen(part, rows))
+        return {"rows": whole}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], layout: KVLayout) -> Storage:
@@ -156,8 +184,9 @@ class Storage(LayerRows):
             except (MemoryError, RuntimeError):
                 if not at:
                     raise
-                # Not to be expected: there was memory for the layer before, whose rows are gone.
-                # Rows move where they are then, which needs no memory and gives none back.
+                # Not to be expected: there was memory for the layer before, and its old rows are
+                # gone. Rows move where they are then, which needs no memory and gives none back;
+                # what stays allocated for nothing is not counted.
                 self._parts[at] = moved_up(old, rows)
         self.capacity = len(rows)
 
@@ -207,11 +236,11 @@ class Storage(LayerRows):
         return Storage([make(t) for t in parts], capacity, is_even=self._is_even)
 
 
-def _alike(storages: Sequence[Storage]) -> Sequence[Storage]:
-    """The same rows in one form: by layer, if any is."""
-    if len({s.n_parts for s in storages}) == 1:
-        return storages
-    return [s.by_layer(s.capacity) if s.is_in_one else s for s in storages]
+def _in_parts(cut: Sequence[Tensor], n_parts: int) -> Sequence[Tensor]:
+    """Rows in one part, or in as many as asked for, as that many: views."""
+    if len(cut) == n_parts:
+        return cut
+    return [cut[0][at::n_parts] for at in range(n_parts)]
 
 
 def _is_even(layout: KVLayout) -> bool:
