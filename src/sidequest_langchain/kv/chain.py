@@ -180,7 +180,7 @@ def _unite(groups: Sequence[list[Segment]]) -> int:
     sizes = [of[0].storage.capacity for of in groups]
     united = Storage.united([of[0].storage for of in groups])
     # A path need not run through a storage from its first row to its last: places tell.
-    fellows = [s for of in groups for s in sorted(of, key=lambda s: s.place[0])]
+    fellows = [s for of in groups for s in sorted(of, key=lambda s: s.place)]
     first = 0
     for group, n_rows in zip(groups, sizes, strict=True):
         for s in group:
