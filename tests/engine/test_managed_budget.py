@@ -245,8 +245,8 @@ LONG_OPS = st.one_of(
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
-@given(ops=st.lists(LONG_OPS, min_size=3, max_size=6), n_rows=st.integers(250, 320))
-@example(ops=[("ask", 0, [150], 30), ("ask", 1, [140], 40), ("ask", 2, [99], 20)], n_rows=280)
+@given(ops=st.lists(LONG_OPS, min_size=3, max_size=6), n_rows=st.integers(400, 480))
+@example(ops=[("ask", 0, [150], 30), ("ask", 1, [140], 40), ("ask", 2, [99], 20)], n_rows=400)
 @example(ops=EXACT_AT_THE_END, n_rows=275)
 def test_random_traces_keep_a_budget_in_rows(mode, ops, n_rows):
     """Paths of many layers lie in one storage, which changes layer by layer."""
