@@ -226,6 +226,14 @@ EXACT_AT_THE_END = [
     ("ask", 1, [139, 150], 40),
     ("exact", 8, 3, 1),
 ]
+OLDER_COPIES = [
+    ("ask", 5, [34, 150], 4),
+    ("exact", 4, 15, 3),
+    ("ask", 4, [90, 108], 20),
+    ("ask", 2, [150, 16], 2),
+    ("exact", 5, 10, 6),
+]
+"""A trace in which a long segment went to the archive while a chunk was over the budget."""
 LONG_OPS = st.one_of(
     st.tuples(
         st.just("ask"),
@@ -238,7 +246,7 @@ LONG_OPS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("mode", ["evict", "lru", "staged", "archive", "by_head"])
+@pytest.mark.parametrize("mode", ["evict", "lru", "staged", "archive", "disk", "by_head"])
 @settings(
     max_examples=6,
     deadline=None,
@@ -248,16 +256,22 @@ LONG_OPS = st.one_of(
 @given(ops=st.lists(LONG_OPS, min_size=3, max_size=6), n_rows=st.integers(400, 480))
 @example(ops=[("ask", 0, [150], 30), ("ask", 1, [140], 40), ("ask", 2, [99], 20)], n_rows=400)
 @example(ops=EXACT_AT_THE_END, n_rows=275)
-def test_random_traces_keep_a_budget_in_rows(mode, ops, n_rows):
+@example(ops=OLDER_COPIES, n_rows=424)
+def test_random_traces_keep_a_budget_in_rows(mode, ops, n_rows, tmp_path):
     """Paths of many layers lie in one storage, which changes layer by layer."""
     from sidequest_langchain.engine.engine import Engine
 
     model = tiny_model("llama", num_hidden_layers=N_LAYERS)
-    config = managed(
-        budget_tokens=n_rows, prefill_chunk=LONG_CHUNK, protection=RULES, **MODES[mode]
-    )
-    engine = Engine(model, byte_tokenizer(), config=config)
     row, united = token_bytes(model), []
+    tiers = {
+        "archive": {"cpu_bytes": 150 * row},
+        "disk": {"cpu_bytes": 40 * row, "disk_bytes": 400 * row, "archive_folder": tmp_path},
+    }
+    of_mode = MODES.get(mode, MODES["archive"])
+    if mode in tiers:
+        of_mode = of_mode | {"tiers": Tiers(**tiers[mode])}
+    config = managed(budget_tokens=n_rows, prefill_chunk=LONG_CHUNK, protection=RULES, **of_mode)
+    engine = Engine(model, byte_tokenizer(), config=config)
     unite = engine._core.tree.unite
 
     def watched(tip, **most):

@@ -235,6 +235,61 @@ def test_without_room_nothing_is_copied(grove):
     grove.tree.archive = None
 
 
+def test_copies_go_to_the_archive_in_pieces(grove, archive):
+    """So that few rows are there twice at once."""
+    tree, segment = grove.tree, grove.run("abcdefgh").tip
+    before = snapshot(segment)
+    tree.most_staged_rows, tree.peak_bytes = 3, tree.n_bytes
+    assert tree.archive_rows(segment, range(8))
+    assert tree.peak_bytes == tree.n_bytes + bytes_of(3)
+    assert [a.offsets for a in segment.archived] == [(0, 1, 2), (3, 4, 5), (6, 7)]
+    tree.evict(segment, range(8))
+    assert tree.restore(segment, [2, 6]) == bytes_of(2)
+    assert tree.restore(segment) == bytes_of(6)
+    assert segment.residency is None
+    assert same(snapshot(segment), before)
+
+
+def test_what_no_tier_could_hold_is_not_copied_first(grove):
+    tree, segment = grove.tree, grove.run("abcdefgh").tip
+    tree.archive = archive = Archive(fingerprint={}, cpu_bytes=bytes_of(4))
+    tree.peak_bytes = tree.n_bytes
+    for staged in (None, 2):
+        tree.most_staged_rows = staged
+        assert not tree.archive_rows(segment, range(5))
+        assert (tree.peak_bytes, archive.n_entries) == (tree.n_bytes, 0)
+        assert tree.archive_rows(segment, range(4))
+        tree.evict(segment, range(4))
+        tree.restore(segment)
+        tree.peak_bytes = tree.n_bytes
+    tree.compress(segment, [0, 1, 2, 3], 8)
+    n_packed = packed_bytes_of(segment)
+    archive.cpu_bytes = max(n_packed, bytes_of(4))  # each alone would fit
+    assert not tree.archive_rows(segment, range(8))
+    assert (segment.archived, archive.n_entries) == ((), 0)
+    tree.archive = None
+    archive.close()
+
+
+def test_copies_that_drive_each_other_out_are_none(grove, tmp_path):
+    """The rows would fit, but not with the names and strings of so many files."""
+    tree, segment = grove.tree, grove.run("abcdefgh").tip
+    tree.archive = archive = Archive(fingerprint={}, disk_bytes=2**20, folder=tmp_path)
+    assert tree.archive_rows(segment, range(8))
+    archive.disk_bytes = archive.n_disk_bytes  # enough for one file
+    tree.evict(segment, range(8))
+    tree.restore(segment)
+    tree.most_staged_rows = 2
+    assert not tree.archive_rows(segment, range(8))
+    assert (segment.archived, archive.n_entries, archive.n_disk_bytes) == ((), 0, 0)
+    tree.most_staged_rows = None
+    assert tree.archive_rows(segment, range(8))
+    tree.evict(segment, range(8))
+    tree.restore(segment)
+    tree.archive = None
+    archive.close()
+
+
 def test_without_memory_to_restore_nothing_happens(grove, archive, monkeypatch):
     segment = grove.run("abcdefgh").tip
     grove.tree.archive_rows(segment, [1, 2])

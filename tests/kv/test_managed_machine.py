@@ -194,6 +194,7 @@ class ManagedMachine(TreeMachine):
         assert not segment.hidden
 
     def archive_some(self, rng, which, mask):
+        self.tree.most_staged_rows = rng.choice([None, 1, 3])
         segment, is_copied, change = self.act(
             which, lambda s: self.tree.archive_rows(s, chosen(s, mask)), is_lossy=False
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sidequest_langchain.kv import by_head
-from sidequest_langchain.kv.archive_file import Contents
+from sidequest_langchain.kv.archive_file import Contents, payload_bytes
 from sidequest_langchain.kv.layout import KVLayout
 from sidequest_langchain.kv.packed import PackedBlock
 from sidequest_langchain.kv.packing import PackingTree
@@ -25,6 +25,9 @@ class KeepingTree(PackingTree):
         super().__init__(layout)
         self.read_ahead: dict[str, Contents] = {}
         """Copies that somebody has read from the archive already, by the keys of their tickets."""
+        self.most_staged_rows: int | None = None
+        """Rows at full precision that are copied at once on their way to the archive, if not all
+        of a segment's: each such copy is there beside the rows for a moment."""
 
     def archive_rows(self, segment: Segment, offsets: Iterable[int]) -> bool:
         """Copy the rows of some tokens to the archive; exact. They stay where they are.
@@ -42,17 +45,23 @@ class KeepingTree(PackingTree):
         if self.archive is None:
             return False
         managed = self._residency_of(segment)
+        to_copy = self._to_copy(managed, wanted)
+        if self._bytes_of(to_copy) > max(self.archive.cpu_bytes, self.archive.disk_bytes):
+            return False  # found out before anything is copied
         made: list[Archived] = []
         try:
-            for bits, rows in self._to_copy(managed, wanted):
+            for bits, rows in to_copy:
                 copy = self._copied(segment, bits, rows)
                 if copy is None:
-                    self._drop_copies(made)
-                    return False
+                    break
                 made.append(copy)
         except BaseException:
             self._drop_copies(made)
             raise
+        # The last ones may have driven out the first.
+        if len(made) < len(to_copy) or not all(self.archive.has(copy.ticket) for copy in made):
+            self._drop_copies(made)
+            return False
         if made:
             segment.residency = replace(managed, archived=(*managed.archived, *made))
         return True
@@ -116,8 +125,8 @@ class KeepingTree(PackingTree):
         best = {at for a in managed.archived if a.bits is None for at in a.offsets}
         dense = [at for at in managed.dense if at in wanted and at not in best]
         found: list[tuple[int | None, PackedBlock | Sequence[int]]] = []
-        if dense:
-            found.append((None, dense))
+        step = self.most_staged_rows or max(1, len(dense))
+        found += [(None, dense[at : at + step]) for at in range(0, len(dense), step)]
         for block in managed.packed:
             good = {
                 at
@@ -130,6 +139,15 @@ class KeepingTree(PackingTree):
             if part is not None:
                 found.append((block.bits, part))
         return found
+
+    def _bytes_of(self, to_copy: Sequence[tuple[int | None, PackedBlock | Sequence[int]]]) -> int:
+        """What the copies take in an archive, names and strings not counted."""
+        return sum(
+            payload_bytes(rows.tensors())
+            if isinstance(rows, PackedBlock)
+            else len(rows) * self.bytes_per_token
+            for _, rows in to_copy
+        )
 
     def _copied(
         self,

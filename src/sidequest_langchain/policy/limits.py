@@ -24,6 +24,8 @@ class Copies:
     """While a segment is copied: when it becomes part of a longer one, or loses rows."""
     by_layer: int
     """While a storage changes layer by layer; 0 where segments have storages of their own."""
+    staged: int | None = None
+    """On the way to the archive; `None` is a segment at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +169,9 @@ class Limits:
         between = round((1 - self._config.trigger) * self.budget_rows)
         spare = min(LONG_ROWS, between + block_rows - GROWTH_ROWS)
         by_layer = max(0, min(spare // 4, -(-self.budget_rows // len(self._tree.layout))))
-        return Copies(of_segment=max(block_rows, spare - by_layer), by_layer=by_layer)
+        # Of a step's rows, those to grow are free while a chunk is read, and only those.
+        of_segment = max(block_rows, spare - by_layer)
+        return Copies(of_segment=of_segment, by_layer=by_layer, staged=GROWTH_ROWS)
 
     def headroom(self) -> float:
         """Bytes up to where cycles begin to give back, of the limit that is nearest."""

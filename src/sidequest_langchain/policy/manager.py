@@ -114,6 +114,7 @@ class Manager:
         self._fingerprint, self._known = fingerprint, dict(fingerprint())
         tree.on_fuse = self.monitor.notebook.join
         tree.most_joined_rows = block_rows
+        tree.most_staged_rows = limits.copies(block_rows).staged
         tree.archive = self._archive = archive_for(config, self._known)
         self._returns = Returns(tree, self.monitor, make_room=self._make_room_to_return)
         due, refresh = self._cycles.is_due, self._refresh_fingerprint
