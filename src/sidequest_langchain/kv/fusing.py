@@ -72,7 +72,8 @@ class FusingTree(SharingTree):
         path = path_tip.path()
         on_path = set(path)
         segments = [s for s in path if (s.n_rows or s.fellows) and _can_lie_with_others(s, on_path)]
-        if len({id(s.storage) for s in segments}) < 2:
+        storages = {s.storage for s in segments}
+        if len(storages) < 2 and all(storage.changes_by_layer for storage in storages):
             return
         before = {id(s.storage): s.storage.n_bytes for s in segments}
         try:

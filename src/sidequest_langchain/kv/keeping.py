@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sidequest_langchain.kv import by_head
 from sidequest_langchain.kv.archive_file import Contents, payload_bytes
+from sidequest_langchain.kv.layer_rows import Views
 from sidequest_langchain.kv.layout import KVLayout
 from sidequest_langchain.kv.packed import PackedBlock
 from sidequest_langchain.kv.packing import PackingTree
@@ -96,6 +97,8 @@ class KeepingTree(PackingTree):
         self._refuse_to_lose(segment, managed, {*held, *back})
         kept = tuple(sorted({*held, *back}))
         storage = None if not back else self._merged(kept, old, held, dense)
+        del old  # views, which would keep the memory of rows that go
+        n_copied = sum(len(pairs) for _, pairs in dense) * self.bytes_per_token
         blocks = [
             left
             for block in managed.packed
@@ -112,7 +115,7 @@ class KeepingTree(PackingTree):
             packed=(*blocks, *packed),
             archived=archived,
         )
-        taken = -self._install(segment, residency, storage)
+        taken = -self._install(segment, residency, storage, n_copied)
         self._drop_copies(managed.archived, archived)
         return taken
 
@@ -221,18 +224,15 @@ class KeepingTree(PackingTree):
         own = {name: t.clone() for name, t in tensors.items()}
         return PackedBlock.from_tensors(own, offsets, self.layout)
 
-    def _dense_now(self, segment: Segment, managed: Residency) -> tuple[Storage, Sequence[int]]:
-        """The rows at full precision that stay, and their offsets."""
-        first, last = segment.place
+    def _dense_now(self, segment: Segment, managed: Residency) -> tuple[Views, Sequence[int]]:
+        """The rows at full precision that stay, K and V by layer, and their offsets."""
         if managed.kept_by_head is None:
-            if segment.fellows:
-                return segment.storage.copy(first, last), managed.dense
-            return segment.storage, managed.dense
+            return segment.storage.views(*segment.place), managed.dense
         keep = managed.kept_by_head
         common = [at for at in range(segment.n_tokens) if is_in_all_heads(keep, at)]
         index = torch.tensor(common, dtype=torch.long).expand(*keep.shape[:2], -1)
         rows = by_head.rows_of_offsets(segment, index)
-        return segment.storage.gathered_by_head(rows), common
+        return segment.storage.gathered_by_head(rows).views(0, len(common)), common
 
     def _refuse_to_lose(self, segment: Segment, managed: Residency, left: set[int]) -> None:
         if managed.kept_by_head is None:
@@ -248,14 +248,14 @@ class KeepingTree(PackingTree):
     def _merged(
         self,
         kept: Sequence[int],
-        old: Storage,
+        old: Views,
         held: Sequence[int],
         back: list[tuple[Storage, list[tuple[int, int]]]],
     ) -> Storage:
         """A new storage of what is there and what comes back, by offset."""
         place = {at: row for row, at in enumerate(kept)}
         new = Storage.of(self.layout, len(kept))
-        new.write([place[at] for at in held], *old.views(0, len(held)))
+        new.write([place[at] for at in held], *old)
         for storage, pairs in back:
             rows = storage.gathered([row for _, row in pairs])
             new.write([place[at] for at, _ in pairs], rows.keys, rows.values)

@@ -169,9 +169,15 @@ class Limits:
         between = round((1 - self._config.trigger) * self.budget_rows)
         spare = min(LONG_ROWS, between + block_rows - GROWTH_ROWS)
         by_layer = max(0, min(spare // 4, -(-self.budget_rows // len(self._tree.layout))))
-        # Of a step's rows, those to grow are free while a chunk is read, and only those.
-        of_segment = max(block_rows, spare - by_layer)
-        return Copies(of_segment=of_segment, by_layer=by_layer, staged=GROWTH_ROWS)
+        # Where nothing may leave there may be more than that already: then the budget decides.
+        held = -(-self._tree.n_bytes // self._tree.bytes_per_token)
+        room = max(0, self.budget_rows + block_rows - held)
+        return Copies(
+            of_segment=min(room, max(block_rows, spare - by_layer)),
+            by_layer=min(room, by_layer),
+            # Of a step's rows, those to grow are free while a chunk is read, and only those.
+            staged=GROWTH_ROWS,
+        )
 
     def headroom(self) -> float:
         """Bytes up to where cycles begin to give back, of the limit that is nearest."""
