@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sidequest_langchain.kv import bunches, saved_thread, tree_attention
+from sidequest_langchain.kv import bunches, chain, saved_thread, tree_attention
 from sidequest_langchain.kv import storage as storage_room
 from sidequest_langchain.kv.archive import Archive
 from sidequest_langchain.kv.integrity import check_integrity
@@ -330,6 +330,62 @@ def test_no_more_is_copied_than_may_be(world, piece, layer, n_twice):
     first, second, _ = path.tip.path()
     assert (first.storage is second.storage) == (piece >= 6 and layer >= 4)
     assert grove.tree.peak_bytes == n_bytes + n_twice * grove.tree.bytes_per_token
+
+
+@pytest.mark.parametrize(("most", "n_twice"), [(5, 0), (6, 6)])
+def test_a_segment_alone_loses_rows_layer_by_layer_too(world, most, n_twice):
+    grove = world.grove()
+    path = sealed_path(grove, ["abcdef"])
+    grove.tree.peak_bytes = n_bytes = grove.tree.n_bytes
+    unite(grove, path, most)
+    [segment, _] = path.tip.path()
+    assert segment.storage.changes_by_layer == (most >= 6)
+    assert grove.tree.peak_bytes == n_bytes + n_twice * grove.tree.bytes_per_token
+    storage = segment.storage
+    unite(grove, path, 5)
+    assert segment.storage is storage
+    grove.tree.peak_bytes = grove.tree.n_bytes
+    grove.tree.evict(segment, [1])
+    rows = 5 if most < 6 else 0
+    layer = storage.n_part_bytes if most >= 6 else 0
+    assert grove.tree.peak_bytes == n_bytes + rows * grove.tree.bytes_per_token + layer
+    check_integrity(grove.tree)
+    check_rows(grove)
+
+
+def test_rows_come_back_beside_others_without_a_copy_of_those(world, monkeypatch):
+    grove = world.grove()
+    path = sealed_path(grove, ["abcdef", "bcdefa", "cdefab"])
+    grove.tree.archive = Archive(fingerprint={}, cpu_bytes=10**6)
+    second = path.tip.path()[1]
+    grove.tree.archive_rows(second, range(4))
+    grove.tree.evict(second, range(4))
+    unite(grove, path)
+    assert second.fellows
+    old = [weakref.ref(part) for part in second.storage._parts]
+    grove.tree.peak_bytes = n_bytes = grove.tree.n_bytes
+    alive = []
+    leave = chain.leave
+
+    def watched(segment, storage, residency):
+        n_copied = leave(segment, storage, residency)
+        alive.extend(ref() is not None for ref in old)
+        return n_copied
+
+    monkeypatch.setattr(chain, "leave", watched)
+    united, copied, copy = second.storage, [], Storage.copy
+    monkeypatch.setattr(Storage, "copy", lambda s, *at: copied.append(s) or copy(s, *at))
+    assert grove.tree.restore(second) == grove.tree.n_bytes - n_bytes
+    assert copied
+    assert united not in copied
+    assert alive
+    assert not any(alive), "views keep rows that have gone"
+    layer = path.tip.path()[0].storage.n_part_bytes
+    # Its six rows, and the four that came back while they were put in.
+    assert grove.tree.peak_bytes == n_bytes + 10 * grove.tree.bytes_per_token + layer
+    check_integrity(grove.tree)
+    check_rows(grove)
+    grove.tree.archive.close()
 
 
 def test_siblings_beside_the_path_keep_a_storage_where_it_is(world):

@@ -153,6 +153,7 @@ def test_in_rows_segments_may_be_long_and_lie_in_one_storage():
     assert copies_of(budget_tokens=2001, n_layers=40) == (381, 51), "a layer of all rows, whole"
     assert copies_of(budget_tokens=2000, block_rows=512) == (660, 220)
     assert copies_of(budget_tokens=2000, trigger=0.9) == (174, 58)
+    assert limits_of(0, budget_bytes=4000)[0].copies(64).staged is None
 
 
 @pytest.mark.parametrize("n_tokens", [30_000, 10**6, 10**9])
@@ -178,6 +179,21 @@ def test_both_copies_fit_beside_what_a_step_adds(n_tokens, trigger, block_rows, 
         assert of_segment + by_layer <= room
     assert by_layer * n_layers < n_tokens + n_layers, "more than one layer of all rows"
     assert 4 * by_layer <= max(0, room)
+
+
+def test_what_is_there_leaves_less_room_for_copies():
+    """Rows that nobody may take can fill a budget, and exceed it for a step."""
+    limits, tree = limits_of(0, budget_tokens=2000)
+    for n_rows, expected in [(1700, (324, 108)), (1741, (323, 108)), (1999, (65, 65))]:
+        tree.n_bytes = 10 * n_rows
+        found = limits.copies(64)
+        assert (found.of_segment, found.by_layer, found.staged) == (*expected, 32)
+    for n_bytes in (20_631, 20_640, 30_000):
+        tree.n_bytes = n_bytes
+        found = limits.copies(64)
+        assert (found.of_segment, found.by_layer) == (0, 0)
+    tree.n_bytes = 20_621  # half a row is one
+    assert limits.copies(64).of_segment == 1
 
 
 def test_a_budget_without_room_for_a_layer_leaves_segments_where_they_are():
